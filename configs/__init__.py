@@ -1,0 +1,1 @@
+"""Constants of the configuration classes, each with its source."""

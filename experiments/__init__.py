@@ -1,0 +1,1 @@
+"""Experiments: one question a module, answered in tidy rows and figures."""

@@ -1,0 +1,19 @@
+"""Paged KV-cache memory: one memory manager that a simulator and an engine both call.
+
+Importing the package, before JAX first computes, asks XLA to compile loops over arrays of any
+size to native code on CPU: jax 0.11 does so only for tiny ones, and simulates 60 times slower.
+"""
+
+import os
+
+__version__ = "0.1.0"
+
+_NATIVE_LOOPS = "xla_cpu_small_while_loop_byte_threshold"
+
+if _NATIVE_LOOPS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            *os.environ.get("XLA_FLAGS", "").split(),
+            f"--xla_backend_extra_options={_NATIVE_LOOPS}=1000000000",
+        ]
+    )

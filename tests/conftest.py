@@ -1,0 +1,40 @@
+"""What all tests share: markers that depend on the machine, and data that may be absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+# The first example of a property compiles, and a suite that CI repeats must find the same.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests that take minutes, too")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("takes minutes: run with --slow")
+    for platform in ("gpu", "tpu"):
+        if item.get_closest_marker(platform) and jax.default_backend() != platform:
+            pytest.skip(f"needs a {platform.upper()}, JAX found {jax.default_backend()}")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """``shared_data(name)`` is the path of a file or folder of the shared data, or skips."""
+
+    def path(name: str) -> Path:
+        if not (SHARED_DATA / name).exists():
+            pytest.skip(f"shared data {name} is not in ../shared/data beside the repository")
+        return SHARED_DATA / name
+
+    return path
