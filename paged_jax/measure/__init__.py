@@ -1,0 +1,1 @@
+"""Measuring: tidy results that resume, spread over seeds, timing and progress."""
