@@ -1,0 +1,194 @@
+"""Block tables over a pool: reserve, fork and release as pure functions on fixed shapes.
+
+Row b of ``table_BM`` maps logical to physical blocks; its first ceil(length / block size) cells
+are in use, the others hold ``N``. The invariants, checked by ``faults``: a block's reference
+count is the number of cells that name it, and a block nobody names stands in the free queue once.
+
+Before a row writes into a partial last block that others hold too, ``reserve`` gives it a block
+of its own and reports the copy (copy-on-write; "Efficient Memory Management for Large Language
+Model Serving with PagedAttention", section 4.4). When all holders of a block write in one step,
+the last of them keeps it: n holders make n - 1 copies.
+
+Cost: ``reserve`` is O(B * W) with W the cells a row may gain, 1 for a decode step; ``fork`` and
+``release`` are O(B * M). Nothing scans or copies the pool, no loop runs over blocks.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.memory import pool as pools
+from paged_jax.memory.layout import blocks_of
+from pallas_kernels import dims
+
+
+class BlockTable(flax.struct.PyTreeNode):
+    """B rows of block tables and the pool that their blocks come from."""
+
+    pool: pools.Pool
+    table_BM: jax.Array  # i32: physical block of each logical block, N where there is none
+    length_B: jax.Array  # i32: tokens stored, 0 for an empty row
+    block_size: int = flax.struct.field(pytree_node=False)
+
+
+class Copies(flax.struct.PyTreeNode):
+    """Block copies to make before a step writes; N, and to be dropped, where there is none."""
+
+    source_C: jax.Array
+    target_C: jax.Array
+
+
+def create(*, rows: int, blocks: int, block_size: int, blocks_per_row: int) -> BlockTable:
+    """An empty table of ``rows`` rows of up to ``blocks_per_row`` blocks, and its pool."""
+    sizes = {"rows": rows, "block_size": block_size, "blocks_per_row": blocks_per_row}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    return BlockTable(
+        pool=pools.create(blocks),
+        table_BM=jnp.full((rows, blocks_per_row), blocks, jnp.int32),
+        length_B=jnp.zeros(rows, jnp.int32),
+        block_size=block_size,
+    )
+
+
+def reserve(
+    state: BlockTable, tokens_B: jax.Array, *, most_tokens: int | None = None
+) -> tuple[BlockTable, Copies, jax.Array]:
+    """Makes room for ``tokens_B`` more tokens in each row, or for none at all.
+
+    Args:
+      state: the tables and their pool.
+      tokens_B: i32, tokens that each row is about to write, 0 for rows that rest.
+      most_tokens: static bound on ``tokens_B``; 1 makes a decode step cheap. Default: a full row.
+
+    Returns:
+      ``(state', copies, fits)``. ``copies`` has C = B entries. ``fits`` is False, and the state
+      unchanged, when blocks are lacking, when a row would pass its M blocks, or when an entry of
+      ``tokens_B`` is negative or above ``most_tokens``.
+    """
+    sizes = dims(tokens_B=tokens_B, table_BM=state.table_BM, length_B=state.length_B)
+    most_tokens = sizes.M * state.block_size if most_tokens is None else most_tokens
+    width = min(-(-most_tokens // state.block_size), sizes.M)
+    none, row_B = state.pool.none, jnp.arange(sizes.B)
+    held_B = blocks_of(state.length_B, state.block_size)
+    gained_B = blocks_of(state.length_B + tokens_B, state.block_size) - held_B
+    legal_B = (tokens_B >= 0) & (tokens_B <= most_tokens) & (held_B + gained_B <= sizes.M)
+
+    # Writers drop their hold on a shared last block; the last of all its holders takes it back.
+    writes_tail_B = (tokens_B > 0) & (state.length_B % state.block_size > 0)
+    tail_B = _last_block(state, writes_tail_B)
+    holders_B, refcount_N = pools.read(state.pool.refcount_N, tail_B, none_value=0)
+    shared_B = holders_B > 1
+    shared_tail_B = jnp.where(shared_B, tail_B, none)
+    pool, keeps_B = pools.drop(state.pool.replace(refcount_N=refcount_N), shared_tail_B)
+    copies_B = shared_B & ~keeps_B
+
+    grows_BW = jnp.arange(width) < gained_B[:, None]
+    wanted_BW = jnp.concatenate([copies_B[:, None], grows_BW], axis=1)
+    fits = legal_B.all() & (wanted_BW.sum(dtype=jnp.int32) <= pool.free)
+    pool = pools.hold(pool, jnp.where(keeps_B | ~fits, shared_tail_B, none))
+    pool, block_Z = pools.take(pool, (wanted_BW & fits).ravel())
+    block_BW = block_Z.reshape(wanted_BW.shape)
+
+    cell_BW = jnp.concatenate(
+        [held_B[:, None] - 1, held_B[:, None] + jnp.arange(width)], axis=1, dtype=jnp.int32
+    )
+    cell_BW = jnp.where(wanted_BW & fits, cell_BW, sizes.M)
+    state = state.replace(
+        pool=pool,
+        table_BM=state.table_BM.at[row_B[:, None], cell_BW].set(block_BW, mode="drop"),
+        length_B=state.length_B + jnp.where(fits, tokens_B, 0),
+    )
+    made_B = copies_B & fits
+    return state, Copies(jnp.where(made_B, tail_B, none), block_BW[:, 0]), fits
+
+
+def fork(
+    state: BlockTable, parent_B: jax.Array, tokens_B: jax.Array | None = None
+) -> tuple[BlockTable, jax.Array]:
+    """Lets empty rows share the blocks of other rows.
+
+    Args:
+      state: the tables and their pool.
+      parent_B: i32, the row that row b becomes a copy of, B for rows that stay as they are.
+      tokens_B: i32, how many of the parent's tokens row b shares. Default: all.
+
+    Returns:
+      ``(state', fits)``. ``fits`` is False, and the state unchanged, when a child is not empty or
+      a parent holds no tokens or fewer than asked for.
+    """
+    sizes = dims(parent_B=parent_B, table_BM=state.table_BM, length_B=state.length_B)
+    child_B = parent_B != sizes.B
+    parent_B = jnp.clip(parent_B, 0, sizes.B - 1)  # only rows that are no children are changed
+    stored_B = state.length_B[parent_B]
+    tokens_B = stored_B if tokens_B is None else tokens_B
+    legal_B = (state.length_B == 0) & (tokens_B > 0) & (tokens_B <= stored_B)
+    fits = (legal_B | ~child_B).all()
+    child_B &= fits
+    tokens_B = jnp.where(child_B, tokens_B, 0)
+    cells_BM = jnp.arange(sizes.M) < blocks_of(tokens_B, state.block_size)[:, None]
+    shared_BM = jnp.where(cells_BM, state.table_BM[parent_B], state.pool.none)
+    state = state.replace(
+        pool=pools.hold(state.pool, shared_BM.ravel()),
+        table_BM=jnp.where(child_B[:, None], shared_BM, state.table_BM),
+        length_B=state.length_B + tokens_B,
+    )
+    return state, fits
+
+
+def release(state: BlockTable, released_B: jax.Array) -> tuple[BlockTable, jax.Array]:
+    """Empties the rows marked in ``released_B`` (bool), their last blocks first.
+
+    Returns ``(state', valid)``. ``valid`` is False, and the state unchanged, when a marked row is
+    empty: releasing twice is an error.
+    """
+    dims(released_B=released_B, length_B=state.length_B)
+    valid = (~released_B | (state.length_B > 0)).all()
+    released_B = released_B & valid
+    block_BM = jnp.where(released_B[:, None], state.table_BM, state.pool.none)
+    block_Z = block_BM[:, ::-1].ravel()  # a sequence's tail is reused before its head
+    pool, last_Z = pools.drop(state.pool, block_Z)
+    state = state.replace(
+        pool=pools.give(pool, block_Z, last_Z),
+        table_BM=jnp.where(released_B[:, None], state.pool.none, state.table_BM),
+        length_B=jnp.where(released_B, 0, state.length_B),
+    )
+    return state, valid
+
+
+def freed_by(state: BlockTable, released_B: jax.Array) -> jax.Array:
+    """Blocks that would become free if the marked rows were released, as a scalar."""
+    block_BM = jnp.where(released_B[:, None], state.table_BM, state.pool.none)
+    return pools.drop(state.pool, block_BM.ravel())[1].sum(dtype=jnp.int32)
+
+
+def faults(state: BlockTable) -> list[str]:
+    """Every broken invariant of a concrete state, in words; empty when it is sound. Host only."""
+    pool = jax.tree.map(np.asarray, state.pool)
+    table_BM, length_B = np.asarray(state.table_BM), np.asarray(state.length_B)
+    cells_BM = np.arange(table_BM.shape[1]) < blocks_of(length_B, state.block_size)[:, None]
+    counted_N = np.bincount(table_BM[cells_BM], minlength=pool.none + 1)
+    places = (pool.head + np.arange(pool.free)) % pool.blocks
+    free_blocks = pool.queue_N[places]
+    found = {
+        "a cell past a row's length names a block": (table_BM[~cells_BM] != pool.none).any(),
+        "a cell within a row's length names no block": counted_N[pool.blocks :].any(),
+        "reference counts differ from the table": (counted_N[:-1] != pool.refcount_N).any(),
+        "a block stands in the free queue twice": len(set(free_blocks)) != pool.free,
+        "a free block is referenced": pool.refcount_N[free_blocks].any(),
+        "a block is neither free nor referenced": (
+            np.count_nonzero(pool.refcount_N) + pool.free != pool.blocks
+        ),
+    }
+    return [fault for fault, present in found.items() if present]
+
+
+def _last_block(state: BlockTable, rows_B: jax.Array) -> jax.Array:
+    """The last block of the marked rows, ``pool.none`` elsewhere."""
+    cell_B = jnp.maximum(blocks_of(state.length_B, state.block_size) - 1, 0)
+    block_B = jnp.take_along_axis(state.table_BM, cell_B[:, None], axis=1)[:, 0]
+    return jnp.where(rows_B, block_B, state.pool.none)
