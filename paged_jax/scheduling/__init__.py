@@ -1,0 +1,1 @@
+"""Scheduling as a pure function of counts: whom to admit, to run and to preempt."""

@@ -1,0 +1,75 @@
+"""The rules: who may grow, who is preempted, who is admitted, as functions of counts.
+
+Every scheduler of the project, over whole arrays or one request at a time, asks these functions
+and holds no rule of its own. They are elementwise: scalars and arrays of counts alike. The unit
+is the request with all its samples; order is first come, first served, the victim is the youngest
+running request (PagedAttention, section 4.5), which recomputes its tokens when it comes back.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+# Why nobody more was admitted in a step; what a ledger makes of the room that is left.
+ADMITTED = 0  # nothing is refused so far
+IDLE = 1  # nobody waits
+ROWS = 2  # the head of the queue lacks rows
+SHORT = 3  # the head of the queue lacks blocks or slots, or somebody was preempted
+STRANDED = 4  # enough is free in all, but not in one piece
+
+
+class Limits(flax.struct.PyTreeNode):
+    """Settings of the rules, traced so that one program serves all."""
+
+    rows: jax.Array  # i32: most sequences that run at once
+    watermark: jax.Array  # i32: blocks that stay free at an admission while others run
+
+
+def limits(*, rows: int = 2**30, blocks: int = 0, watermark: float = 0.0) -> Limits:
+    """Limits of ``rows`` running sequences and a watermark of floor(f * (blocks + 1)) blocks.
+
+    The one more block is the null block that vLLM counts among its pool's.
+    """
+    if rows < 1:
+        raise ValueError(f"rows: expected at least 1, got {rows}")
+    if not 0 <= watermark < 1:
+        raise ValueError(f"watermark: expected a fraction in [0, 1), got {watermark}")
+    return Limits(jnp.int32(rows), jnp.int32(int(watermark * (blocks + 1))))
+
+
+def may_grow(demand: jax.Array, free: jax.Array) -> jax.Array:
+    """Whether running requests that demand ``demand`` blocks this step may all stay."""
+    return demand <= free
+
+
+def judge(
+    limits: Limits,
+    *,
+    waiting: jax.Array,
+    need: jax.Array,
+    free: jax.Array,
+    rows: jax.Array,
+    running: jax.Array,
+    preempted: jax.Array,
+) -> jax.Array:
+    """The verdict on the head of the queue: ``ADMITTED``, or why it has to wait.
+
+    Args:
+      limits: the settings.
+      waiting: whether there is a head that has arrived.
+      need: blocks (or slots) that storing it takes.
+      free: blocks (or slots) that are free.
+      rows: sequences that it adds.
+      running: sequences that run already.
+      preempted: whether anybody was preempted in this step, which then admits nobody.
+    """
+    reserve = jnp.where(running > 0, limits.watermark, 0)
+    refusals = (
+        (preempted, SHORT),
+        (~waiting, IDLE),
+        (running + rows > limits.rows, ROWS),
+        (need + reserve > free, SHORT),
+    )
+    return jnp.select([refused for refused, _ in refusals], [why for _, why in refusals], ADMITTED)

@@ -1,0 +1,1 @@
+"""Drivers that advance schedule and memory step by step."""
