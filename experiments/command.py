@@ -6,8 +6,9 @@ other exception is a fault of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 from absl import app, flags
@@ -15,6 +16,8 @@ from absl import app, flags
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Parses the flags and calls ``main([program])``; never returns. Takes flags only."""
+
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs every back end it does not find
 
     def guarded(arguments: list[str]) -> int:
         try:
@@ -32,6 +35,40 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 
     app.run(guarded, flags_parser=_parse)
     raise AssertionError("app.run exits")
+
+
+def choices(flag: str, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
+    """The flag's values, each known and given once; ``ValueError`` in one line otherwise."""
+    chosen = tuple(values)
+    unknown = [value for value in chosen if value not in known]
+    if unknown or not chosen or len(set(chosen)) < len(chosen):
+        given = repr(unknown[0]) if unknown else repr(",".join(chosen))
+        raise ValueError(f"--{flag}: expected some of {', '.join(known)}, each once, got {given}")
+    return chosen
+
+
+def numbers[Number: (int, float)](
+    flag: str,
+    values: Iterable[object],
+    kind: type[Number],
+    *,
+    low: Number,
+    high: Number | None = None,
+) -> tuple[Number, ...]:
+    """The flag's values as numbers in a range, each given once; ``ValueError`` otherwise."""
+    wanted = f"{'whole ' * (kind is int)}numbers from {low}{'' if high is None else f' to {high}'}"
+    chosen: list[Number] = []
+    for value in values:
+        try:
+            number = kind(str(value))
+        except ValueError:
+            raise ValueError(f"--{flag}: expected {wanted}, got {value!r}") from None
+        if not low <= number or (high is not None and not number <= high):
+            raise ValueError(f"--{flag}: expected {wanted}, got {value}")
+        chosen.append(number)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"--{flag}: expected {wanted}, each once, got {chosen}")
+    return tuple(chosen)
 
 
 def _parse(arguments: list[str]) -> list[str]:

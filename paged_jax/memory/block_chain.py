@@ -11,9 +11,12 @@ Cost: O(1) a step and O(1) for each block taken or dropped; memory O(blocks + se
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from paged_jax.config import Bounds
@@ -55,6 +58,7 @@ class Stay(flax.struct.PyTreeNode):
     donor_tokens: jax.Array  # i32: tokens that sequence has stored
 
 
+@functools.partial(jax.jit, static_argnames="bounds")
 def create(
     work: RequestArrays,
     *,
@@ -294,6 +298,18 @@ def ledger(state: BlockChains, *, short: jax.Array, stranded: jax.Array) -> Ledg
         cached=zero,
         free=jnp.where(short, zero, unallocated),
     )
+
+
+def tables(state: BlockChains, rows: np.ndarray) -> list[np.ndarray]:
+    """The block tables of the given sequences, first block first. Host only."""
+    previous_N, none = np.asarray(state.previous_N), state.pool.none
+    block_B = np.asarray(state.tail_Y)[rows]
+    backwards = []
+    while (block_B != none).any():
+        backwards.append(block_B)
+        block_B = np.append(previous_N, none)[block_B]
+    table_BM = np.array(backwards[::-1], np.int64).T.reshape(len(rows), len(backwards))
+    return [table_M[table_M != none] for table_M in table_BM]
 
 
 def _plan(

@@ -84,12 +84,12 @@ def schedule(
     )
     refused_R = counts.waiting_R & (verdict_R != policy.ADMITTED)
     first = jnp.argmax(refused_R)
-    refusal = jnp.where(refused_R.any(), verdict_R[first], policy.IDLE)
+    nobody = jnp.where(preempt_R.any(), policy.SHORT, policy.IDLE)  # but for those just preempted
     return Plan(
         keep_R=keep_R,
         preempt_R=preempt_R,
-        admit_R=counts.waiting_R & (jnp.cumsum(refused_R) == 0) & ~preempt_R.any(),
-        verdict=jnp.where(preempt_R.any(), policy.SHORT, refusal),
+        admit_R=counts.waiting_R & (jnp.cumsum(refused_R) == 0),
+        verdict=jnp.where(refused_R.any(), verdict_R[first], nobody),
     )
 
 

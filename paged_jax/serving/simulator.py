@@ -126,15 +126,18 @@ def simulate(
 
 def collect(final: Run, work: arrays.RequestArrays, clock: Clock) -> Result:
     """A run's results as Python integers and NumPy arrays."""
-    final, clock, count = jax.device_get((final, clock, work.count))
-    series: dict[str, Any] = final.series
-    sums = (final.high_J.astype(np.int64) << HALF_BITS) + final.low_J
-    elapsed = int(final.elapsed)
+    high_J, low_J, elapsed, warmup_steps, waiting, count, series = jax.device_get(
+        (
+            *(final.high_J, final.low_J, final.elapsed, clock.warmup_steps),
+            *(final.queue.waiting, work.count, final.series),
+        )
+    )
+    sums = (high_J.astype(np.int64) << HALF_BITS) + low_J
     return Result(
         sums=dict(zip(METRICS, sums.tolist(), strict=True)),
-        steps=max(elapsed - int(clock.warmup_steps), 0),
+        steps=max(int(elapsed - warmup_steps), 0),
         series={name: values[:elapsed] for name, values in series.items()},
-        exhausted=int(final.queue.waiting) >= count,
+        exhausted=bool(waiting >= count),
         run=final,
     )
 
