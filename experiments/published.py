@@ -1,0 +1,135 @@
+"""Which published memory figures does the simulation reproduce, with nothing tuned?
+
+    python -m experiments.published --seeds=8 --out=results/published
+
+Runs the PagedAttention paper's memory experiments in the OPT-13B pool and prints them beside the
+published values: Figures 2 and 13 (waste and batch), Figure 15 (parallel sampling), and, as a
+regression figure of our own, the memory side of Figure 18b (block size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from absl import flags
+
+from configs import published, sweeps
+from configs.pools import OPT_13B
+from experiments import cells, command
+from paged_jax.measure import environment, results, statistics
+from paged_jax.workload import Workload, lengths
+
+_SEEDS = flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", sweeps.STEPS, "recorded steps of each cell", lower_bound=1)
+_RESUME = flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
+_OUT = flags.DEFINE_string("out", "results/published", "folder of the results")
+
+LAWS = {"sharegpt": lengths.sharegpt, "alpaca": lengths.alpaca}
+
+Comparison = tuple[str, list[float], float]  # label, one value a seed, published value
+
+
+def main(_: list[str]) -> None:
+    for title, compared in figures(_OUT.value, _SEEDS.value, _STEPS.value, resume=_RESUME.value):
+        print(f"{title}\n{'':<24}{'simulated':>16}{'published':>12}{'difference':>12}")
+        for label, values, expected in compared:
+            summary = statistics.summarize(values)
+            spread = f" ±{summary.half_width:.2f}" if summary.count > 1 else ""
+            print(
+                f"{label:<24}{f'{summary.mean:.2f}{spread}':>16}{expected:>12.2f}"
+                f"{summary.mean - expected:>+12.2f}"
+            )
+        print()
+
+
+def figures(
+    out: str, seeds: int, steps: int, *, resume: bool = False
+) -> Iterator[tuple[str, list[Comparison]]]:
+    """Runs every experiment. Yields its title and what it compares; its rows are under ``out``."""
+
+    def run(folder: str, workload: str, *, samples: int = 1, **factors: Any) -> _Rows:
+        law = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
+        settings = cells.Settings(
+            workloads={workload: law},
+            sharing=(0.0,),
+            pool_slots=(OPT_13B.pool_slots,),
+            seeds=seeds,
+            steps=steps,
+            warmup_steps=sweeps.WARMUP_STEPS,
+            watermark=published.WATERMARK,
+            **factors,
+        )
+        table = results.Table.open(
+            f"{out}/{folder}",
+            factors=cells.FACTORS,
+            metrics=settings.metrics(),
+            cells=settings.cells(),
+            run=environment.describe({"steps": steps, "samples": samples}, range(seeds)),
+            resume=resume,
+        )
+        with table:
+            cells.run(settings, table)
+        return _Rows(results.read(f"{out}/{folder}"))
+
+    baselines = tuple(published.FIGURE_2)
+    rows = run("figure_2", "sharegpt", allocators=baselines, block_sizes=(16,))
+    yield (
+        "Figures 2 and 13: ShareGPT, OPT-13B, % of the pool and running requests",
+        [
+            comparison
+            for name, (token, external, batch) in published.FIGURE_2.items()
+            for comparison in (
+                (f"{name} token", rows.percent("token_fraction", allocator=name), token),
+                (f"{name} external", rows.percent("external_fraction", allocator=name), external),
+                (f"{name} running", rows.values("running_mean", allocator=name), batch),
+            )
+        ],
+    )
+    paged = ("paged",)
+    yield (
+        "Figure 15: blocks saved by parallel sampling, Alpaca, %",
+        [
+            (
+                f"{samples} samples",
+                run(
+                    f"figure_15_{samples}",
+                    "alpaca",
+                    samples=samples,
+                    allocators=paged,
+                    block_sizes=(16,),
+                ).percent("sharing_saving"),
+                saving,
+            )
+            for samples, saving in published.FIGURE_15.items()
+        ],
+    )
+    for workload, by_size in published.BLOCK_SIZE_TOKENS.items():
+        rows = run(f"block_size_{workload}", workload, allocators=paged, block_sizes=tuple(by_size))
+        yield (
+            f"Regression of our own, memory side of Figure 18b: {workload}, token % of the pool",
+            [
+                (f"block size {size}", rows.percent("token_fraction", block_size=str(size)), token)
+                for size, token in by_size.items()
+            ],
+        )
+
+
+class _Rows:
+    """Rows of one experiment, to pick one value a seed from."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def values(self, metric: str, **factors: str) -> list[float]:
+        """The metric's values in the rows with these factors."""
+        wanted = {"metric": metric, **factors}
+        return [row["value"] for row in self.rows if wanted.items() <= row.items()]
+
+    def percent(self, metric: str, **factors: str) -> list[float]:
+        """The same, in per cent."""
+        return [100 * value for value in self.values(metric, **factors)]
+
+
+if __name__ == "__main__":
+    command.run(main)
