@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +178,12 @@ def compiled_loop(allocator) -> tuple[bool, list[str]]:
 
     run = jax.jit(lambda carry: lax.while_loop(lambda carry: carry[0] < 99, body, carry))
     carry = jnp.int32(0), allocator.create(96), jnp.int32(96)
-    text = run.lower(carry).compile().as_text()
+    return native_loop(run.lower(carry).compile())
+
+
+def native_loop(compiled: Any) -> tuple[bool, list[str]]:
+    """Whether the program's outermost loop is one native function, and array copies in bodies."""
+    text = compiled.as_text()
     assert text is not None
     start = text.index("\nENTRY")
     copies = re.findall(r"\S+\[\d{2,}\]\S* copy\(.*", text[:start])
