@@ -209,20 +209,26 @@ def _run_all(
             block_size=block_size if isinstance(block_size, int) else 1,
             max_length=settings.workloads[group.workload].max_length,
         )
-        result = simulator.simulate(
-            requests,
-            ALLOCATORS[name],
-            config,
-            steps=settings.steps,
-            warmup_steps=settings.warmup_steps,
-            limits=policy.limits(
-                rows=settings.max_rows,
-                blocks=config.blocks,
-                watermark=settings.watermark if name == "paged" else 0.0,
-            ),
-            bounds=bounds,
-            work=work,
-        )
+        try:
+            result = simulator.simulate(
+                requests,
+                ALLOCATORS[name],
+                config,
+                steps=settings.steps,
+                warmup_steps=settings.warmup_steps,
+                limits=policy.limits(
+                    rows=settings.max_rows,
+                    blocks=config.blocks,
+                    watermark=settings.watermark if name == "paged" else 0.0,
+                ),
+                bounds=bounds,
+                work=work,
+            )
+        except simulator.NeverFitsError as error:
+            raise ValueError(
+                f"{group.workload}, {name}, seed {group.seed}: {error}: raise --pool_slots, cut"
+                " requests by --max_length, or leave the allocator out"
+            ) from None
         if result.exhausted and settings.replayed is None:
             return None
         if result.steps == 0:

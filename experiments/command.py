@@ -14,8 +14,12 @@ from typing import NoReturn
 from absl import app, flags
 
 
-def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Parses the flags and calls ``main([program])``; never returns. Takes flags only."""
+def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> NoReturn:
+    """Defines and parses the flags, calls ``main([program])``, never returns. Takes flags only.
+
+    Flags are defined here and not on import: experiments import each other.
+    """
+    define_flags()
 
     logging.getLogger("jax").setLevel(logging.WARNING)  # it logs every back end it does not find
 

@@ -20,10 +20,16 @@ from experiments import cells, command
 from paged_jax.measure import environment, results, statistics
 from paged_jax.workload import Workload, lengths
 
-_SEEDS = flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", sweeps.STEPS, "recorded steps of each cell", lower_bound=1)
-_RESUME = flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
-_OUT = flags.DEFINE_string("out", "results/published", "folder of the results")
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this command."""
+    flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
+    flags.DEFINE_integer("steps", sweeps.STEPS, "recorded steps of each cell", lower_bound=1)
+    flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
+    flags.DEFINE_string("out", "results/published", "folder of the results")
+
 
 LAWS = {"sharegpt": lengths.sharegpt, "alpaca": lengths.alpaca}
 
@@ -31,7 +37,7 @@ Comparison = tuple[str, list[float], float]  # label, one value a seed, publishe
 
 
 def main(_: list[str]) -> None:
-    for title, compared in figures(_OUT.value, _SEEDS.value, _STEPS.value, resume=_RESUME.value):
+    for title, compared in figures(FLAGS.out, FLAGS.seeds, FLAGS.steps, resume=FLAGS.resume):
         print(f"{title}\n{'':<24}{'simulated':>16}{'published':>12}{'difference':>12}")
         for label, values, expected in compared:
             summary = statistics.summarize(values)
@@ -132,4 +138,4 @@ class _Rows:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, define_flags)

@@ -10,7 +10,6 @@ of blocks, and every reference count are compared in every iteration, and both a
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,110 +25,94 @@ from paged_jax.scheduling import policy
 from paged_jax.serving import simulator
 from paged_jax.workload import Requests, arrays, read_trace, replay
 
-_TRACE = flags.DEFINE_string("trace", None, "replay trace, CSV", required=True)
-_BLOCKS = flags.DEFINE_integer("blocks", None, "blocks of the pool", required=True, lower_bound=1)
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "slots of a block", lower_bound=1)
-_WATERMARK = flags.DEFINE_float(
-    "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
-)
-_MAX_ROWS = flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
-_CHECK = flags.DEFINE_bool("check", False, "compare with a list allocator in every iteration")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "timed runs; the median counts", lower_bound=1)
-_OUT = flags.DEFINE_string("out", "results/replay", "folder of the results")
-
+FLAGS = flags.FLAGS
 SERIES = {"running": "rows", "used_blocks": "used", "used_tokens": "token"}
-FIRST_BOUND = 2**15  # iterations; a longer trace runs again with room for twice as many
+METRICS = (
+    ("iterations", "iterations"),
+    ("iterations_per_second", "iterations/s"),
+    ("compile_seconds", "s"),
+    ("preemptions", "requests"),
+)
+CHECK_METRICS = (("list_iterations_per_second", "iterations/s"), ("speedup", "times"))
+FIRST_STEPS = 2**15  # a trace that takes more is served again with room for twice as many
+
+
+def define_flags() -> None:
+    """The flags of this command."""
+    flags.DEFINE_string("trace", None, "replay trace, CSV", required=True)
+    flags.DEFINE_integer("blocks", None, "blocks of the pool", required=True, lower_bound=1)
+    flags.DEFINE_integer("block_size", 16, "slots of a block", lower_bound=1)
+    flags.DEFINE_float(
+        "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
+    )
+    flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
+    flags.DEFINE_bool("check", False, "compare with a list allocator in every iteration")
+    flags.DEFINE_integer("repeats", 5, "timed runs; the median counts", lower_bound=1)
+    flags.DEFINE_string("out", "results/replay", "folder of the results")
 
 
 def main(_: list[str]) -> None:
-    trace = read_trace(_TRACE.value)
+    trace = read_trace(FLAGS.trace)
     if trace.arrival_steps_R is None:
-        raise ValueError(f"{_TRACE.value}: expected a replay trace, got the format {trace.format}")
+        raise ValueError(f"{FLAGS.trace}: expected a replay trace, got the format {trace.format}")
     requests = replay(trace)
-    run = _Run(requests)
-    metrics = [
-        ("iterations", "iterations"),
-        ("iterations_per_second", "iterations/s"),
-        ("compile_seconds", "s"),
-        ("preemptions", "requests"),
-    ]
-    if _CHECK.value:
-        metrics += [("list_iterations_per_second", "iterations/s"), ("speedup", "times")]
-    cell = (Path(_TRACE.value).name, _BLOCKS.value, _BLOCK_SIZE.value, _WATERMARK.value)
+    config = PoolConfig(pool_slots=FLAGS.blocks * FLAGS.block_size, block_size=FLAGS.block_size)
+    metrics = (*METRICS, *CHECK_METRICS) if FLAGS.check else METRICS
+    cell = (Path(FLAGS.trace).name, FLAGS.blocks, FLAGS.block_size, FLAGS.watermark)
     table = results.Table.open(
-        _OUT.value,
+        FLAGS.out,
         factors=("trace", "blocks", "block_size", "watermark"),
         metrics=metrics,
         cells=[cell],
-        run=environment.describe({"max_rows": _MAX_ROWS.value, "check": _CHECK.value}, []),
+        run=environment.describe({"max_rows": FLAGS.max_rows, "check": FLAGS.check}, []),
     )
     with table:
-        values = run.measure()
-        if _CHECK.value:
-            values |= replay_check.check(
-                requests,
-                run.result,
-                config=run.config,
-                limits=run.limits,
-                watermark_blocks=int(run.limits.watermark),
-                max_rows=_MAX_ROWS.value,
+        result, values = measure(requests, config)
+        if FLAGS.check:
+            per_second = replay_check.check(
+                requests, result, config=config, limits=_limits(), max_rows=FLAGS.max_rows
             )
-            values["speedup"] = (
-                values["iterations_per_second"] / values["list_iterations_per_second"]
-            )
-        _write_series(Path(_OUT.value) / "series.npz", run.result)
+            values["list_iterations_per_second"] = per_second
+            values["speedup"] = values["iterations_per_second"] / per_second
+        _write_series(Path(FLAGS.out) / "series.npz", result)
         table.append(cell, values)
     for name, unit in metrics:
         print(f"{name:<28}{values[name]:>14,.6g} {unit}")
 
 
-class _Run:
-    """The trace in the simulator, first with compilation, then timed."""
+def measure(requests: Requests, config: PoolConfig) -> tuple[simulator.Result, dict[str, float]]:
+    """The trace served to its end, and how fast: compilation first, then the median of repeats."""
+    steps, work = FIRST_STEPS, arrays.put(requests)
 
-    def __init__(self, requests: Requests) -> None:
-        self.requests = requests
-        self.config = PoolConfig(
-            pool_slots=_BLOCKS.value * _BLOCK_SIZE.value, block_size=_BLOCK_SIZE.value
-        )
-        self.limits = policy.limits(
-            rows=_MAX_ROWS.value, blocks=_BLOCKS.value, watermark=_WATERMARK.value
-        )
-        self.work = arrays.put(requests)
-        self.steps = FIRST_BOUND
+    def serve() -> tuple[simulator.Result, float]:
         began = time.perf_counter()
-        self.result = self.once()
-        self.first_seconds = time.perf_counter() - began
-        while self.result.run.queue.finished < requests.count:
-            self.steps *= 2
-            began = time.perf_counter()
-            self.result = self.once()
-            self.first_seconds = time.perf_counter() - began
-
-    def once(self) -> simulator.Result:
-        return simulator.simulate(
-            self.requests,
+        result = simulator.simulate(
+            requests,
             ALLOCATORS["paged"],
-            self.config,
-            steps=self.steps,
-            limits=self.limits,
+            config,
+            steps=steps,
+            limits=_limits(),
             skips_idle=True,
             series=tuple(SERIES.values()),
-            work=self.work,
+            work=work,
         )
+        return result, time.perf_counter() - began
 
-    def measure(self) -> dict[str, float]:
-        seconds = []
-        for _ in range(_REPEATS.value):
-            began = time.perf_counter()
-            self.once()
-            seconds.append(time.perf_counter() - began)
-        median = float(np.median(seconds))
-        return {
-            "iterations": self.result.steps,
-            "iterations_per_second": self.result.steps / median,
-            "compile_seconds": max(self.first_seconds - median, 0.0),
-            "preemptions": self.result.sums["preemptions"],
-        }
+    result, first_seconds = serve()
+    while result.run.queue.finished < requests.count:
+        steps *= 2
+        result, first_seconds = serve()
+    seconds = float(np.median([serve()[1] for _ in range(FLAGS.repeats)]))
+    return result, {
+        "iterations": result.steps,
+        "iterations_per_second": result.steps / seconds,
+        "compile_seconds": max(first_seconds - seconds, 0.0),
+        "preemptions": result.sums["preemptions"],
+    }
+
+
+def _limits() -> policy.Limits:
+    return policy.limits(rows=FLAGS.max_rows, blocks=FLAGS.blocks, watermark=FLAGS.watermark)
 
 
 def _write_series(path: Path, result: simulator.Result) -> None:
@@ -137,8 +120,8 @@ def _write_series(path: Path, result: simulator.Result) -> None:
     draft = path.with_name("draft_" + path.name)
     series: dict[str, Any] = {name: result.series[of] for name, of in SERIES.items()}
     np.savez_compressed(draft, **series)
-    os.replace(draft, path)
+    draft.replace(path)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, define_flags)

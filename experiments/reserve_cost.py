@@ -19,24 +19,35 @@ from paged_jax.memory import block_table
 
 DECODE_STEPS = 32
 
-_ROWS = flags.DEFINE_integer("rows", 256, "rows that decode", lower_bound=1)
-_BLOCKS = flags.DEFINE_list("blocks", ["1000", "10000", "100000"], "blocks of the pool")
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "slots of a block", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 50, f"of {DECODE_STEPS} steps a run", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 9, "timed runs; the median counts", lower_bound=1)
-_OUT = flags.DEFINE_string("out", "results/reserve_cost", "folder of the results")
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this command."""
+    flags.DEFINE_integer("rows", 256, "rows that decode", lower_bound=1)
+    flags.DEFINE_list("blocks", ["1000", "10000", "100000"], "blocks of the pool")
+    flags.DEFINE_integer("block_size", 16, "slots of a block", lower_bound=2)
+    flags.DEFINE_integer("rounds", 50, f"of {DECODE_STEPS} steps a run", lower_bound=1)
+    flags.DEFINE_integer("repeats", 9, "timed runs; the median counts", lower_bound=1)
+    flags.DEFINE_string("out", "results/reserve_cost", "folder of the results")
 
 
 def main(_: list[str]) -> None:
-    row_blocks = 1 + -(-DECODE_STEPS // _BLOCK_SIZE.value)
-    sizes = command.numbers("blocks", _BLOCKS.value, int, low=row_blocks * _ROWS.value)
+    row_blocks = 1 + -(-DECODE_STEPS // FLAGS.block_size)
+    sizes = command.numbers("blocks", FLAGS.blocks, int, low=row_blocks * FLAGS.rows)
     table = results.Table.open(
-        _OUT.value,
+        FLAGS.out,
         factors=("blocks",),
         metrics=[("step_microseconds", "us"), ("compile_seconds", "s")],
         cells=[(blocks,) for blocks in sizes],
         run=environment.describe(
-            {"rows": _ROWS.value, "block_size": _BLOCK_SIZE.value, "rounds": _ROUNDS.value}, []
+            {
+                "rows": FLAGS.rows,
+                "block_size": FLAGS.block_size,
+                "rounds": FLAGS.rounds,
+            },
+            [],
         ),
     )
     first = None
@@ -44,14 +55,14 @@ def main(_: list[str]) -> None:
     with table:
         for blocks in sizes:
             state = block_table.create(
-                rows=_ROWS.value,
+                rows=FLAGS.rows,
                 blocks=blocks,
-                block_size=_BLOCK_SIZE.value,
+                block_size=FLAGS.block_size,
                 blocks_per_row=row_blocks,
             )
             assert jax.jit(run)(state)[1], "a step lacked a block"
-            timed = timing.compile_and_time(run, state, repeats=_REPEATS.value)
-            microseconds = 1e6 * timed.run_seconds / (_ROUNDS.value * DECODE_STEPS)
+            timed = timing.compile_and_time(run, state, repeats=FLAGS.repeats)
+            microseconds = 1e6 * timed.run_seconds / (FLAGS.rounds * DECODE_STEPS)
             first = first or microseconds
             values = {"step_microseconds": microseconds, "compile_seconds": timed.compile_seconds}
             table.append((blocks,), values)
@@ -64,22 +75,22 @@ def run(state: block_table.BlockTable) -> tuple[block_table.BlockTable, jax.Arra
     Returns the state and whether every step fitted; the few steps between rounds that empty and
     refill the rows are timed along.
     """
-    start_B = 1 + jnp.arange(_ROWS.value, dtype=jnp.int32) % _BLOCK_SIZE.value
+    start_B = 1 + jnp.arange(FLAGS.rows, dtype=jnp.int32) % FLAGS.block_size
     one_B = jnp.ones_like(start_B)
 
-    def decode(carry: tuple, _: None) -> tuple[tuple, None]:
+    def decode(carry: tuple, step: None) -> tuple[tuple, None]:
         state, fits = carry
         state, _copies, fitted = block_table.reserve(state, one_B, most_tokens=1)
         return (state, fits & fitted), None
 
-    def begin(carry: tuple, _: None) -> tuple[tuple, None]:
+    def begin(carry: tuple, step: None) -> tuple[tuple, None]:
         state, fits = carry
         state, _ = block_table.release(state, state.length_B > 0)
-        state, _copies, fitted = block_table.reserve(state, start_B, most_tokens=_BLOCK_SIZE.value)
+        state, _copies, fitted = block_table.reserve(state, start_B, most_tokens=FLAGS.block_size)
         return lax.scan(decode, (state, fits & fitted), None, length=DECODE_STEPS)[0], None
 
-    return lax.scan(begin, (state, jnp.bool_(True)), None, length=_ROUNDS.value)[0]
+    return lax.scan(begin, (state, jnp.bool_(True)), None, length=FLAGS.rounds)[0]
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, define_flags)

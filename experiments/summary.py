@@ -48,8 +48,10 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _panel(title: str, panel: dict[float, Cells]) -> Iterator[str]:
     least = min(panel)
-    yield f"{title}, sharing {least:g}\n{_table(_WASTE, panel[least])}"
-    sizes = [size for name, size in panel[least] if name == "paged"]
+    cut = statistics.summarize(next(iter(panel[least].values()))["cut"]).mean
+    yield f"{title}, sharing {least:g}, {100 * cut:.2f} % of requests cut to the longest length"
+    yield _table(_WASTE, panel[least])
+    sizes = sorted((size for name, size in panel[least] if name == "paged"), key=int)
     if not sizes:
         return
     size = "16" if "16" in sizes else sizes[len(sizes) // 2]

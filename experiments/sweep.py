@@ -3,11 +3,15 @@
     python -m experiments.sweep --workloads=sharegpt,alpaca --block_sizes=1,16,256 --out=results/a
 
 Runs every combination of the factors through the simulator, writes ``rows.csv`` (one observation a
-row) and ``run.json`` to ``--out``, prints a table with 95 % half-widths over seeds, and draws the
-figures. A run that was interrupted goes on with ``--resume`` and ends in the same bytes.
+row) and ``run.json`` to ``--out``, prints a table with confidence intervals over seeds, and draws
+the figures. A run that was interrupted goes on with ``--resume`` and ends in the same bytes.
 """
 
 from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
 
 from absl import flags
 
@@ -16,83 +20,89 @@ from experiments import cells, command, figures, summary, workloads
 from paged_jax.measure import environment, results
 from paged_jax.memory.allocators import ALLOCATORS
 
-_WORKLOADS = flags.DEFINE_list(
-    "workloads", list(sweeps.WORKLOADS), f"of {', '.join(workloads.NAMES)}"
-)
-_ALLOCATORS = flags.DEFINE_list("allocators", list(ALLOCATORS), f"of {', '.join(ALLOCATORS)}")
-_BLOCK_SIZES = flags.DEFINE_list(
-    "block_sizes", [str(size) for size in sweeps.BLOCK_SIZES], "slots of a block; paged alone"
-)
-_SHARING = flags.DEFINE_list(
-    "sharing",
-    [str(fraction) for fraction in sweeps.SHARING],
-    "fractions of requests that begin with a common prefix",
-)
-_POOL_SLOTS = flags.DEFINE_list(
-    "pool_slots", [str(pools.OPT_13B.pool_slots)], "slots of the pool, tokens it has room for"
-)
-_SEEDS = flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
-_STEPS = flags.DEFINE_integer(
-    "steps", sweeps.STEPS, "recorded steps of each cell, after the warm-up", lower_bound=1
-)
-_WARMUP_STEPS = flags.DEFINE_integer(
-    "warmup_steps", sweeps.WARMUP_STEPS, "steps before the record", lower_bound=0
-)
-_WATERMARK = flags.DEFINE_float(
-    "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
-)
-_MAX_ROWS = flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
-_OUT = flags.DEFINE_string("out", "results/sweep", "folder of the results")
-_RESUME = flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this command."""
+    workloads.define_flags()
+    flags.DEFINE_list("workloads", list(sweeps.WORKLOADS), f"of {', '.join(workloads.NAMES)}")
+    flags.DEFINE_list("allocators", list(ALLOCATORS), f"of {', '.join(ALLOCATORS)}")
+    flags.DEFINE_list(
+        "block_sizes", [str(size) for size in sweeps.BLOCK_SIZES], "slots of a block; paged alone"
+    )
+    flags.DEFINE_list(
+        "sharing",
+        [str(fraction) for fraction in sweeps.SHARING],
+        "fractions of requests that begin with a common prefix",
+    )
+    flags.DEFINE_list(
+        "pool_slots", [str(pools.OPT_13B.pool_slots)], "slots of the pool, tokens it has room for"
+    )
+    flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
+    flags.DEFINE_integer(
+        "steps", sweeps.STEPS, "recorded steps of each cell, after the warm-up", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "warmup_steps", sweeps.WARMUP_STEPS, "steps before the record", lower_bound=0
+    )
+    flags.DEFINE_float(
+        "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
+    )
+    flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
+    flags.DEFINE_string("out", "results/sweep", "folder of the results")
+    flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
 
 
 def main(_: list[str]) -> None:
     settings = _settings()
     table = results.Table.open(
-        _OUT.value,
+        FLAGS.out,
         factors=cells.FACTORS,
         metrics=settings.metrics(),
         cells=settings.cells(),
         run=environment.describe(_deciding_flags(), range(settings.seeds)),
-        resume=_RESUME.value,
+        resume=FLAGS.resume,
     )
     with table:
         cells.run(settings, table)
-    rows = results.read(_OUT.value)
+    rows = results.read(FLAGS.out)
     print(summary.text(rows))
-    for path in figures.draw(_OUT.value):
+    for path in figures.draw(FLAGS.out):
         print(path)
 
 
 def _settings() -> cells.Settings:
-    chosen = workloads.from_flags(command.choices("workloads", _WORKLOADS.value, workloads.NAMES))
+    chosen = workloads.from_flags(command.choices("workloads", FLAGS.workloads, workloads.NAMES))
     return cells.Settings(
         workloads=chosen.workloads,
-        allocators=command.choices("allocators", _ALLOCATORS.value, ALLOCATORS),
-        block_sizes=command.numbers("block_sizes", _BLOCK_SIZES.value, int, low=1),
-        sharing=command.numbers("sharing", _SHARING.value, float, low=0.0, high=1.0),
-        pool_slots=command.numbers("pool_slots", _POOL_SLOTS.value, int, low=1),
-        seeds=_SEEDS.value,
-        steps=_STEPS.value,
-        warmup_steps=_WARMUP_STEPS.value,
-        watermark=_WATERMARK.value,
-        max_rows=_MAX_ROWS.value,
+        allocators=command.choices("allocators", FLAGS.allocators, ALLOCATORS),
+        block_sizes=command.numbers("block_sizes", FLAGS.block_sizes, int, low=1),
+        sharing=command.numbers("sharing", FLAGS.sharing, float, low=0.0, high=1.0),
+        pool_slots=command.numbers("pool_slots", FLAGS.pool_slots, int, low=1),
+        seeds=FLAGS.seeds,
+        steps=FLAGS.steps,
+        warmup_steps=FLAGS.warmup_steps,
+        watermark=FLAGS.watermark,
+        max_rows=FLAGS.max_rows,
         replayed=chosen.replayed,
         step_seconds=chosen.step_seconds,
     )
 
 
 def _deciding_flags() -> dict[str, object]:
-    """Flags of this module and of the workloads, but for those that decide no row."""
-    own = flags.FLAGS.flags_by_module_dict()
-    return {
+    """Flags of this module and of the workloads that decide rows, and the trace's content."""
+    own = FLAGS.flags_by_module_dict()
+    deciding: dict[str, object] = {
         flag.name: flag.value
-        for name, module_flags in own.items()
-        if name == __name__ or name.startswith("experiments") or name.endswith("sweep.py")
-        for flag in module_flags
+        for module in (sys.argv[0], workloads.__name__)
+        for flag in own.get(module, [])
         if flag.name not in ("out", "resume")
     }
+    if trace := deciding["trace"]:
+        deciding["trace_sha256"] = hashlib.sha256(Path(str(trace)).read_bytes()).hexdigest()
+    return deciding
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, define_flags)

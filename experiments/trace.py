@@ -14,21 +14,26 @@ from absl import flags
 from experiments import command
 from paged_jax.workload import Trace, prefixes, read_trace, servegen
 
-_TRACE = flags.DEFINE_string("trace", None, "file to describe", required=True)
-_BLOCK_SIZE = flags.DEFINE_integer(
-    "block_size",
-    None,
-    "tokens a block of the prefix statistics; by default what the trace's ids stand for, or 16",
-    lower_bound=1,
-)
-_SEED = flags.DEFINE_integer("seed", 0, "seed of a ServeGen sample", lower_bound=0)
-_START = flags.DEFINE_float("start", 0, "begin of a ServeGen sample, seconds of its day")
-_STOP = flags.DEFINE_float("stop", 86_400, "end of a ServeGen sample, seconds of its day")
-_RATE_SCALE = flags.DEFINE_float("rate_scale", 1, "factor on the rates of a ServeGen sample")
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this command."""
+    flags.DEFINE_string("trace", None, "file to describe", required=True)
+    flags.DEFINE_integer(
+        "block_size",
+        None,
+        "tokens a block of the prefix statistics; by default what the trace's ids stand for, or 16",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer("seed", 0, "seed of a ServeGen sample", lower_bound=0)
+    flags.DEFINE_float("start", 0, "begin of a ServeGen sample, seconds of its day")
+    flags.DEFINE_float("stop", 86_400, "end of a ServeGen sample, seconds of its day")
+    flags.DEFINE_float("rate_scale", 1, "factor on the rates of a ServeGen sample")
 
 
 def main(_: list[str]) -> None:
-    trace = _read(_TRACE.value)
+    trace = _read(FLAGS.trace)
     print(f"format    {trace.format}")
     print(f"requests  {trace.count:,}")
     print(f"arrivals  {_arrivals(trace)}")
@@ -39,7 +44,7 @@ def main(_: list[str]) -> None:
             f"{name:<8}{length_R.mean():>12,.1f}{median:>12,.0f}{p95:>12,.0f}{length_R.max():>12,}"
         )
     if trace.prompt_ids is not None:
-        trace = prefixes.from_tokens(trace, _BLOCK_SIZE.value or 16)
+        trace = prefixes.from_tokens(trace, FLAGS.block_size or 16)
     if trace.ids is not None:
         _print_hits(trace)
 
@@ -49,10 +54,10 @@ def _read(path: str) -> Trace:
         return read_trace(path)
     return servegen.sample(
         servegen.read_clients(path),
-        seed=_SEED.value,
-        start=_START.value,
-        stop=_STOP.value,
-        rate_scale=_RATE_SCALE.value,
+        seed=FLAGS.seed,
+        start=FLAGS.start,
+        stop=FLAGS.stop,
+        rate_scale=FLAGS.rate_scale,
     )
 
 
@@ -70,10 +75,10 @@ def _arrivals(trace: Trace) -> str:
 
 
 def _print_hits(trace: Trace) -> None:
-    hits = prefixes.infinite_cache(trace, _BLOCK_SIZE.value)
+    hits = prefixes.infinite_cache(trace, FLAGS.block_size)
     donor_R, shared_R = prefixes.donors(trace)
     sharing_R = donor_R < trace.count
-    block_size = _BLOCK_SIZE.value or trace.ids_tokens
+    block_size = FLAGS.block_size or trace.ids_tokens
     print(f"\nprefix hits of a cache that never evicts, in blocks of {block_size} tokens")
     for share, what in (
         (hits.blocks, "blocks found / blocks"),
@@ -85,4 +90,4 @@ def _print_hits(trace: Trace) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, define_flags)

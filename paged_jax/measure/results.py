@@ -28,8 +28,16 @@ Cell = Sequence[object]
 class Table:
     """Rows of one run: a context manager that puts a complete file into order on leaving."""
 
-    def __init__(self, path: Path, layout: _Layout, plan: dict[str, int], finished: set[str]):
+    def __init__(
+        self,
+        path: Path,
+        layout: _Layout,
+        plan: dict[str, int],
+        finished: set[str],
+        created: list[Path],
+    ) -> None:
         self._path = path
+        self._created = created
         self._layout = layout
         self._plan = plan
         self._finished = finished
@@ -45,16 +53,16 @@ class Table:
         metrics: Sequence[tuple[str, str]],
         cells: Iterable[Cell],
         run: Mapping[str, Any],
-        resume: bool = False,
+        resume: bool | None = None,
     ) -> Self:
         """A table in folder ``out`` for the planned ``cells``, tuples of the ``factors``' values.
 
         ``metrics`` are (name, unit) pairs that every cell reports, ``run`` is what
         ``environment.describe`` returns. With ``resume`` the finished cells of ``out`` are kept;
-        an empty folder is simply begun. Raises ``ValueError`` in one line, before anything is
-        written, when ``out`` holds rows and ``resume`` is off, when its ``run.json`` differs from
-        this run, when its rows are damaged elsewhere than at the end, or when a name or a value
-        cannot stand in a CSV field.
+        an empty folder is simply begun; None is for commands that cannot resume. Raises
+        ``ValueError`` in one line, before anything is written, when ``out`` holds rows and
+        ``resume`` is off, when its ``run.json`` differs from this run, when its rows are damaged
+        elsewhere than at the end, or when a name or a value cannot stand in a CSV field.
         """
         layout = _Layout(factors, metrics)
         plan: dict[str, int] = {}
@@ -68,20 +76,22 @@ class Table:
             raise ValueError(f"{folder} is not a folder: take another --out")
         data = rows_path.read_bytes() if rows_path.exists() else b""
         if rows_path.exists() and not resume:
-            raise ValueError(f"{rows_path} exists: continue it with --resume or take another --out")
+            either = "" if resume is None else "continue it with --resume or "
+            raise ValueError(f"{rows_path} exists: {either}take another --out")
         if rows_path.exists() or (resume and run_path.exists()):
             _demand_same(_read_run(run_path), record, run_path)
         groups, whole_bytes = layout.split(data, rows_path)
         for key in groups:
             if key not in plan:
                 raise ValueError(f"{rows_path}: {layout.name(key)} is no cell of this run")
+        created = [path for path in (rows_path, run_path, folder) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         _replace(run_path, (json.dumps(record, indent=2) + "\n").encode())
         if whole_bytes == 0:
             _replace(rows_path, layout.header)
         elif whole_bytes < len(data):
             os.truncate(rows_path, whole_bytes)
-        return cls(rows_path, layout, plan, set(groups))
+        return cls(rows_path, layout, plan, set(groups), created)
 
     def __contains__(self, cell: Cell) -> bool:
         """Whether the rows of ``cell`` are in the file."""
@@ -126,8 +136,18 @@ class Table:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self.close()
+        if kind is not None and not self._finished:
+            self._remove_created()
+
+    def _remove_created(self) -> None:
+        """A run that failed before its first cell leaves nothing behind that it made."""
+        for path in self._created:
+            if not path.is_dir():
+                path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()
 
 
 def read(out: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.config import Bounds, PoolConfig
-from paged_jax.memory import block_chain, buddy, chunks, contiguous, first_fit, layout
+from paged_jax.memory import buddy, chunks, contiguous, first_fit, layout, paged
 from paged_jax.workload.arrays import RequestArrays
 from paged_jax.workload.requests import Requests
 
@@ -22,13 +22,11 @@ from paged_jax.workload.requests import Requests
 class Paged:
     """Blocks on demand."""
 
-    verbs: ModuleType = block_chain
+    verbs: ModuleType = paged
 
-    def create(
-        self, work: RequestArrays, config: PoolConfig, bounds: Bounds
-    ) -> block_chain.BlockChains:
+    def create(self, work: RequestArrays, config: PoolConfig, bounds: Bounds) -> paged.Paged:
         """Empty memory for a run of ``work``."""
-        return block_chain.create(
+        return paged.create(
             work,
             pool_slots=jnp.int32(config.pool_slots),
             block_size=jnp.int32(config.block_size),

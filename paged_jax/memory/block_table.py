@@ -71,6 +71,8 @@ def reserve(
       ``tokens_B`` is negative or above ``most_tokens``.
     """
     sizes = dims(tokens_B=tokens_B, table_BM=state.table_BM, length_B=state.length_B)
+    if not jnp.issubdtype(tokens_B.dtype, jnp.integer):
+        raise ValueError(f"tokens_B: expected integers, got {tokens_B.dtype}")
     most_tokens = sizes.M * state.block_size if most_tokens is None else most_tokens
     width = min(-(-most_tokens // state.block_size), sizes.M)
     none, row_B = state.pool.none, jnp.arange(sizes.B)
@@ -118,15 +120,16 @@ def fork(
       tokens_B: i32, how many of the parent's tokens row b shares. Default: all.
 
     Returns:
-      ``(state', fits)``. ``fits`` is False, and the state unchanged, when a child is not empty or
-      a parent holds no tokens or fewer than asked for.
+      ``(state', fits)``. ``fits`` is False, and the state unchanged, when a child is not empty,
+      when a parent is no row, or when it holds no tokens or fewer than asked for.
     """
     sizes = dims(parent_B=parent_B, table_BM=state.table_BM, length_B=state.length_B)
     child_B = parent_B != sizes.B
-    parent_B = jnp.clip(parent_B, 0, sizes.B - 1)  # only rows that are no children are changed
+    known_B = (parent_B >= 0) & (parent_B < sizes.B)
+    parent_B = jnp.where(known_B, parent_B, 0)
     stored_B = state.length_B[parent_B]
     tokens_B = stored_B if tokens_B is None else tokens_B
-    legal_B = (state.length_B == 0) & (tokens_B > 0) & (tokens_B <= stored_B)
+    legal_B = known_B & (state.length_B == 0) & (tokens_B > 0) & (tokens_B <= stored_B)
     fits = (legal_B | ~child_B).all()
     child_B &= fits
     tokens_B = jnp.where(child_B, tokens_B, 0)
@@ -170,16 +173,21 @@ def faults(state: BlockTable) -> list[str]:
     """Every broken invariant of a concrete state, in words; empty when it is sound. Host only."""
     pool = jax.tree.map(np.asarray, state.pool)
     table_BM, length_B = np.asarray(state.table_BM), np.asarray(state.length_B)
-    cells_BM = np.arange(table_BM.shape[1]) < blocks_of(length_B, state.block_size)[:, None]
-    counted_N = np.bincount(table_BM[cells_BM], minlength=pool.none + 1)
-    places = (pool.head + np.arange(pool.free)) % pool.blocks
-    free_blocks = pool.queue_N[places]
+    held_B = blocks_of(length_B, state.block_size)
+    cells_BM = np.arange(table_BM.shape[1]) < held_B[:, None]
+    named_Z = table_BM[cells_BM]
+    known_Z = (named_Z >= 0) & (named_Z < pool.blocks)
+    counted_N = np.bincount(named_Z[known_Z], minlength=pool.none)
+    free_Z = pool.queue_N[(pool.head + np.arange(pool.free)) % pool.blocks]
+    known_free_Z = free_Z[(free_Z >= 0) & (free_Z < pool.blocks)]
     found = {
+        "a row is longer than its blocks": (held_B > table_BM.shape[1]).any(),
         "a cell past a row's length names a block": (table_BM[~cells_BM] != pool.none).any(),
-        "a cell within a row's length names no block": counted_N[pool.blocks :].any(),
-        "reference counts differ from the table": (counted_N[:-1] != pool.refcount_N).any(),
-        "a block stands in the free queue twice": len(set(free_blocks)) != pool.free,
-        "a free block is referenced": pool.refcount_N[free_blocks].any(),
+        "a cell within a row's length names no block": not known_Z.all(),
+        "reference counts differ from the table": (counted_N != pool.refcount_N).any(),
+        "the free queue names no block": len(known_free_Z) != len(free_Z),
+        "a block stands in the free queue twice": len(set(free_Z)) != pool.free,
+        "a free block is referenced": pool.refcount_N[known_free_Z].any(),
         "a block is neither free nor referenced": (
             np.count_nonzero(pool.refcount_N) + pool.free != pool.blocks
         ),

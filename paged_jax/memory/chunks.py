@@ -1,6 +1,6 @@
 """Contiguous memory for a scalar loop: one chunk a sequence, work only at its two ends.
 
-The verbs of ``block_chain`` over an allocator of ``contiguous``: what a sequence is promised is
+The verbs of ``paged`` over an allocator of ``contiguous``: what a sequence is promised is
 reserved whole when its request is admitted, prompts are stored once for each sample, nothing
 grows, nobody is preempted. A refused request is not tried again until something was freed.
 
@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.memory.block_chain import Stay
 from paged_jax.memory.contiguous import Allocator
 from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
+from paged_jax.memory.paged import Stay
 from paged_jax.workload.arrays import RequestArrays
 
 

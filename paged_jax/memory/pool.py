@@ -42,12 +42,14 @@ class Pool(flax.struct.PyTreeNode):
 def create(blocks: int | jax.Array, bound: int | None = None) -> Pool:
     """A pool of ``blocks`` free blocks in ascending order, in arrays of length ``bound``.
 
-    ``bound`` defaults to ``blocks``, which then must be a Python integer of at least 1.
+    ``bound`` defaults to ``blocks``, then a Python integer. Raises ``ValueError`` for a number of
+    blocks below 1 or above the bound, where it is known.
     """
-    if bound is None:
-        if not isinstance(blocks, int) or blocks < 1:
-            raise ValueError(f"blocks: expected an integer of at least 1, got {blocks!r}")
-        bound = blocks
+    known = isinstance(blocks, int)
+    if (bound is None and not known) or (known and not 1 <= blocks <= (bound or blocks)):
+        most = "" if bound is None else f" and at most {bound}"
+        raise ValueError(f"blocks: expected an integer of at least 1{most}, got {blocks!r}")
+    bound = int(blocks) if bound is None else bound
     return Pool(
         refcount_N=jnp.zeros(bound, jnp.int32),
         queue_N=jnp.arange(bound, dtype=jnp.int32),

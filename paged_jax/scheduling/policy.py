@@ -27,16 +27,19 @@ class Limits(flax.struct.PyTreeNode):
     watermark: jax.Array  # i32: blocks that stay free at an admission while others run
 
 
-def limits(*, rows: int = 2**30, blocks: int = 0, watermark: float = 0.0) -> Limits:
+def limits(*, rows: int = 2**30, watermark: float = 0.0, blocks: int | None = None) -> Limits:
     """Limits of ``rows`` running sequences and a watermark of floor(f * (blocks + 1)) blocks.
 
-    The one more block is the null block that vLLM counts among its pool's.
+    The one more block is the null block that vLLM counts among its pool's. Raises ``ValueError``
+    for values that do not go; ``blocks``, the pool's, is needed with a watermark.
     """
     if rows < 1:
         raise ValueError(f"rows: expected at least 1, got {rows}")
     if not 0 <= watermark < 1:
         raise ValueError(f"watermark: expected a fraction in [0, 1), got {watermark}")
-    return Limits(jnp.int32(rows), jnp.int32(int(watermark * (blocks + 1))))
+    if (watermark and blocks is None) or (blocks is not None and blocks < 1):
+        raise ValueError(f"blocks: expected the pool's, at least 1, got {blocks}")
+    return Limits(jnp.int32(rows), jnp.int32(int(watermark * ((blocks or 0) + 1))))
 
 
 def may_grow(demand: jax.Array, free: jax.Array) -> jax.Array:

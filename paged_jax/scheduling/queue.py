@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.memory import linked_list as lists
-from paged_jax.memory.block_chain import Stay
 from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
+from paged_jax.memory.paged import Stay
 from paged_jax.scheduling import policy
 from paged_jax.workload.arrays import RequestArrays
 

@@ -35,6 +35,10 @@ METRICS = (
 HALF_BITS = 30
 
 
+class NeverFitsError(ValueError):
+    """A request could not run even alone: the message has its number and what it needs."""
+
+
 class Clock(flax.struct.PyTreeNode):
     """When to record and when to stop."""
 
@@ -96,7 +100,7 @@ def simulate(
     """Runs ``requests`` until they are done, or for ``warmup_steps`` + ``steps`` steps.
 
     Args:
-      requests: what arrives; refused with a ``ValueError`` if one of them could not run even alone.
+      requests: what arrives; ``NeverFitsError`` if one of them could not run even alone.
       allocator: an entry of ``allocators.ALLOCATORS``.
       config: the pool.
       steps: steps to record at most, after ``warmup_steps``.
@@ -107,7 +111,7 @@ def simulate(
       work: ``arrays.put(requests, bounds.requests)``, if the caller has it already.
     """
     if refusal := allocator.refusal(requests, config):
-        raise ValueError(refusal)
+        raise NeverFitsError(refusal)
     bounds = bounds or bounds_of(requests, config)
     work = work or arrays.put(requests, bounds.requests)
     clock = Clock(jnp.int32(warmup_steps), jnp.int32(steps), jnp.bool_(skips_idle))

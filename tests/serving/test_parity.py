@@ -8,6 +8,7 @@ changed rule must part both compiled forms from the lists.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import pytest
 
 from experiments.replay_check import compare
 from paged_jax.config import Bounds, PoolConfig
-from paged_jax.memory import block_chain, ledger
+from paged_jax.memory import ledger, paged
 from paged_jax.memory.allocators import ALLOCATORS
 from paged_jax.scheduling import policy, schedule
 from paged_jax.serving import simulator, stepping
@@ -25,7 +26,7 @@ from tests.support.list_serving import ListServing, random_requests
 
 STEPS = 90
 REQUESTS = 16
-PATTERNS = {
+PATTERNS: dict[str, dict[str, Any]] = {
     "alone": {},
     "samples": {"samples": 3},
     "own_lengths": {"samples": 3, "same": False},
@@ -59,8 +60,8 @@ def event_step():
 
     @jax.jit
     def step(state, work, limits, clock):
-        recorded, values = simulator.record(state, work, limits, block_chain)
-        return simulator.retire(recorded, work, clock, block_chain), recorded.memory, values
+        recorded, values = simulator.record(state, work, limits, paged)
+        return simulator.retire(recorded, work, clock, paged), recorded.memory, values
 
     return step
 
@@ -87,7 +88,7 @@ def event_differences(requests, records, block_size, pool_slots, watermark, max_
         if sum(values[name] for name in ledger.CATEGORIES) != pool_slots:
             return f"step {now}: the ledger does not sum to the pool"
         rows = sorted(row for row, table in expected["tables"].items() if table)
-        tables = block_chain.tables(memory, np.array(rows, int))
+        tables = paged.tables(memory, np.array(rows, int))
         pins = np.asarray(memory.pool.refcount_N).copy()
         for prefix in pinned(memory, work):
             np.subtract.at(pins, prefix, 1)
@@ -105,7 +106,6 @@ def pinned(memory, work):
         start += blocks
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "pool_slots"))
 def serve_arrays(work, limits, block_size, pool_slots):
     state = stepping.create(
         work,
@@ -123,9 +123,9 @@ def serve_arrays(work, limits, block_size, pool_slots):
 def array_differences(requests, records, block_size, pool_slots, watermark, max_rows):
     """Where the engine's form differs from the records of the lists."""
     limits = policy.limits(rows=max_rows, blocks=pool_slots // block_size, watermark=watermark)
-    serve_arrays.clear_cache()
+    serve = jax.jit(serve_arrays, static_argnames=("block_size", "pool_slots"))
     state, record = jax.device_get(
-        serve_arrays(arrays.put(requests), limits, block_size, pool_slots)
+        serve(arrays.put(requests), limits, block_size=block_size, pool_slots=pool_slots)
     )
     if not state.fits:
         return "a plan could not be carried out"

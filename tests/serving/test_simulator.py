@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from paged_jax.config import Bounds, PoolConfig
 from paged_jax.memory import ledger
-from paged_jax.memory.allocators import ALLOCATORS
+from paged_jax.memory.allocators import ALLOCATORS, Contiguous
 from paged_jax.scheduling import policy
 from paged_jax.serving import simulator
 from paged_jax.workload import arrays
@@ -18,6 +20,23 @@ from tests.support.allocators import BuddyModel, FirstFitModel, native_loop
 from tests.support.chunk_lists import ChunkServing
 from tests.support.list_serving import random_requests
 
+
+@contextlib.contextmanager
+def count_compilations():
+    """Names of the functions that XLA compiles meanwhile."""
+    names: list[str] = []
+
+    def record(event: str, duration_secs: float, **details: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(details["fun_name"]))
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
+
+
 BASELINES = sorted(name for name in ALLOCATORS if name != "paged")
 SERIES = (*ledger.CATEGORIES, "rows")
 
@@ -25,7 +44,8 @@ SERIES = (*ledger.CATEGORIES, "rows")
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("name", BASELINES)
 def test_contiguous_serving_equals_its_definition(name, samples):
-    kind = ALLOCATORS[name].promise
+    allocator = ALLOCATORS[name]
+    assert isinstance(allocator, Contiguous)
     model = FirstFitModel if name.startswith("first_fit") else BuddyModel
     refusals = set()
     for seed in range(3):
@@ -40,7 +60,7 @@ def test_contiguous_serving_equals_its_definition(name, samples):
                 series=SERIES,
                 bounds=Bounds(requests=20, output=32, blocks=1, block_size=1),
             )
-            serving = ChunkServing(requests, kind, model, pool_slots, max_length=40)
+            serving = ChunkServing(requests, allocator.promise, model, pool_slots, max_length=40)
             expected = [serving.step() for _ in range(result.steps)]
             for metric in SERIES:
                 want = [record[metric] for record in expected]
@@ -144,9 +164,10 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(name, pool_slots,
 def test_one_program_serves_all_block_sizes_and_pools():
     requests = random_requests(5, 20)
     bounds = Bounds(requests=20, output=33, blocks=150, block_size=16)
-    simulator.run.clear_cache()
-    for block_size in (1, 3, 16):
-        for pool_slots in (100, 150):
-            config = PoolConfig(pool_slots=pool_slots, block_size=block_size)
-            simulator.simulate(requests, ALLOCATORS["paged"], config, steps=50, bounds=bounds)
-    assert simulator.run._cache_size() == 1
+    with count_compilations() as compilations:
+        for block_size in (1, 3, 16):
+            for pool_slots in (100, 150):
+                config = PoolConfig(pool_slots=pool_slots, block_size=block_size)
+                simulator.simulate(requests, ALLOCATORS["paged"], config, steps=50, bounds=bounds)
+    assert compilations.count("jit(run)") == 1
+    assert compilations.count("jit(create)") == 1

@@ -77,6 +77,6 @@ def test_exit_codes(
 
     monkeypatch.setattr(command.app, "run", call)
     with pytest.raises(SystemExit) as caught:
-        command.run(main)
+        command.run(main, lambda: None)
     assert caught.value.code == code
     assert capsys.readouterr().err == text
