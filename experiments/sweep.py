@@ -74,11 +74,14 @@ def main(_: list[str]) -> None:
 
 def _settings() -> cells.Settings:
     chosen = workloads.from_flags(command.choices("workloads", FLAGS.workloads, workloads.NAMES))
+    sharing = command.numbers("sharing", FLAGS.sharing, float, low=0.0, high=1.0)
+    if chosen.replayed is not None and (sharing != (0.0,) or FLAGS.seeds != 1):
+        raise ValueError("arrivals: a replayed trace is what it is: give --sharing=0 --seeds=1")
     return cells.Settings(
         workloads=chosen.workloads,
         allocators=command.choices("allocators", FLAGS.allocators, ALLOCATORS),
         block_sizes=command.numbers("block_sizes", FLAGS.block_sizes, int, low=1),
-        sharing=command.numbers("sharing", FLAGS.sharing, float, low=0.0, high=1.0),
+        sharing=sharing,
         pool_slots=command.numbers("pool_slots", FLAGS.pool_slots, int, low=1),
         seeds=FLAGS.seeds,
         steps=FLAGS.steps,

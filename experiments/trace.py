@@ -11,29 +11,26 @@ from __future__ import annotations
 import numpy as np
 from absl import flags
 
-from experiments import command
-from paged_jax.workload import Trace, prefixes, read_trace, servegen
+from experiments import command, workloads
+from paged_jax.workload import Trace, prefixes
 
 FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
     """The flags of this command."""
-    flags.DEFINE_string("trace", None, "file to describe", required=True)
+    workloads.define_trace_flags()
+    flags.mark_flag_as_required("trace")
     flags.DEFINE_integer(
         "block_size",
         None,
         "tokens a block of the prefix statistics; by default what the trace's ids stand for, or 16",
         lower_bound=1,
     )
-    flags.DEFINE_integer("seed", 0, "seed of a ServeGen sample", lower_bound=0)
-    flags.DEFINE_float("start", 0, "begin of a ServeGen sample, seconds of its day")
-    flags.DEFINE_float("stop", 86_400, "end of a ServeGen sample, seconds of its day")
-    flags.DEFINE_float("rate_scale", 1, "factor on the rates of a ServeGen sample")
 
 
 def main(_: list[str]) -> None:
-    trace = _read(FLAGS.trace)
+    trace = workloads.open_trace(FLAGS.trace)
     print(f"format    {trace.format}")
     print(f"requests  {trace.count:,}")
     print(f"arrivals  {_arrivals(trace)}")
@@ -47,18 +44,6 @@ def main(_: list[str]) -> None:
         trace = prefixes.from_tokens(trace, FLAGS.block_size or 16)
     if trace.ids is not None:
         _print_hits(trace)
-
-
-def _read(path: str) -> Trace:
-    if not servegen.is_clients(path):
-        return read_trace(path)
-    return servegen.sample(
-        servegen.read_clients(path),
-        seed=FLAGS.seed,
-        start=FLAGS.start,
-        stop=FLAGS.stop,
-        rate_scale=FLAGS.rate_scale,
-    )
 
 
 def _arrivals(trace: Trace) -> str:

@@ -9,7 +9,7 @@ from absl import flags
 
 from configs import pools, sweeps
 from experiments import command
-from paged_jax.workload import Trace, Workload, arrivals, lengths, read_trace
+from paged_jax.workload import Trace, Workload, arrivals, lengths, read_trace, servegen
 
 NAMES = ("sharegpt", "alpaca", "lognormal", "uniform", "zipf", "fixed", "trace")
 
@@ -19,7 +19,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this command."""
-    flags.DEFINE_string("trace", None, "file of the workload trace")
+    define_trace_flags()
     flags.DEFINE_integer(
         "prompt_tokens", 161, "prompts of lognormal (median), uniform (mean), fixed", lower_bound=1
     )
@@ -57,6 +57,28 @@ def define_flags() -> None:
     )
 
 
+def define_trace_flags() -> None:
+    """The flags of commands that read a trace."""
+    flags.DEFINE_string("trace", None, "file of requests, or of ServeGen clients to sample from")
+    flags.DEFINE_integer("clients_seed", 0, "seed of the sample from clients", lower_bound=0)
+    flags.DEFINE_float("clients_start", 0, "begin of the sample, seconds of the clients' day")
+    flags.DEFINE_float("clients_stop", 86_400, "end of the sample, seconds of the clients' day")
+    flags.DEFINE_float("clients_rate", 1, "factor on the clients' rates")
+
+
+def open_trace(path: str) -> Trace:
+    """The requests of a trace file, or of the sample that the flags ask for from its clients."""
+    if not servegen.is_clients(path):
+        return read_trace(path)
+    return servegen.sample(
+        servegen.read_clients(path),
+        seed=FLAGS.clients_seed,
+        start=FLAGS.clients_start,
+        stop=FLAGS.clients_stop,
+        rate_scale=FLAGS.clients_rate,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """Workloads by name; ``replayed`` is the trace whose own arrivals are asked for."""
@@ -70,7 +92,7 @@ def from_flags(names: Sequence[str]) -> Chosen:
     """The named workloads as the flags shape them; ``ValueError`` for flags that do not go."""
     if ("trace" in names) != (FLAGS.trace is not None):
         raise ValueError("trace: --workloads=trace and --trace=FILE go together")
-    trace = read_trace(FLAGS.trace) if FLAGS.trace else None
+    trace = open_trace(FLAGS.trace) if FLAGS.trace else None
     replays = FLAGS.arrivals == "trace"
     if replays and list(names) != ["trace"]:
         raise ValueError("arrivals: trace needs --workloads=trace alone")
