@@ -199,7 +199,8 @@ def _run_all(
         requests=max(bounds.requests, _power_of_two(requests.count)),
         output=max(bounds.output, _power_of_two(int(requests.output_RF.max()))),
     )
-    work = arrays.put(requests, bounds.requests)
+    with simulator.on_cpu():
+        work = arrays.put(requests, bounds.requests)
     done = {}
     for name, block_size in settings.columns():
         if name not in BASELINES and cell_of(group, name, block_size) not in wanted:

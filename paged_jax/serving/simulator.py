@@ -8,6 +8,7 @@ steps are exact: they are kept in two 30-bit halves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from types import ModuleType
@@ -84,6 +85,11 @@ def bounds_of(requests: Requests, config: PoolConfig) -> Bounds:
     )
 
 
+def on_cpu() -> contextlib.AbstractContextManager:
+    """Where simulations belong: a scalar loop is native code on CPU, and slow elsewhere."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
 def simulate(
     requests: Requests,
     allocator: allocators.Allocator,
@@ -108,24 +114,25 @@ def simulate(
       skips_idle: whether the clock jumps to the next arrival while nobody runs.
       series: the metrics to keep for every step.
       bounds: array sizes of the program; default: those of this run.
-      work: ``arrays.put(requests, bounds.requests)``, if the caller has it already.
+      work: ``arrays.put(requests, bounds.requests)`` made ``on_cpu``, if there already.
     """
     if refusal := allocator.refusal(requests, config):
         raise NeverFitsError(refusal)
     bounds = bounds or bounds_of(requests, config)
-    work = work or arrays.put(requests, bounds.requests)
-    clock = Clock(jnp.int32(warmup_steps), jnp.int32(steps), jnp.bool_(skips_idle))
-    final = run(
-        work,
-        allocator.create(work, config, bounds),
-        clock,
-        limits or policy.limits(),
-        verbs=allocator.verbs,
-        output_bound=bounds.output,
-        series=series,
-        series_bound=warmup_steps + steps if series else 0,
-    )
-    return collect(final, work, clock)
+    with on_cpu():
+        work = work or arrays.put(requests, bounds.requests)
+        clock = Clock(jnp.int32(warmup_steps), jnp.int32(steps), jnp.bool_(skips_idle))
+        final = run(
+            work,
+            allocator.create(work, config, bounds),
+            clock,
+            limits or policy.limits(),
+            verbs=allocator.verbs,
+            output_bound=bounds.output,
+            series=series,
+            series_bound=warmup_steps + steps if series else 0,
+        )
+        return collect(final, work, clock)
 
 
 def collect(final: Run, work: arrays.RequestArrays, clock: Clock) -> Result:

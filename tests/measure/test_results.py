@@ -290,3 +290,16 @@ def test_full_disk_leaves_whole_cells_only(tmp_path: Path) -> None:
         table.append(CELLS[1], measured(CELLS[1]))
     table.close()
     assert (tmp_path / "rows.csv").read_bytes() == before
+
+
+def test_a_run_that_fails_at_once_leaves_nothing_it_made(tmp_path):
+    def fail(out):
+        with pytest.raises(RuntimeError), open_table(out):
+            raise RuntimeError
+
+    fail(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "note.txt").write_text("mine")
+    fail(tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["note.txt"]
