@@ -1,8 +1,8 @@
 """Published figures that the simulation is compared with.
 
 Figures 2, 13 and 15 are from "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (Kwon et al., SOSP 2023), OPT-13B. The last table is no measurement: it is an
-earlier simulation of the memory side of its Figure 18b, kept to notice a change.
+PagedAttention" (Kwon et al., SOSP 2023), OPT-13B. ``BLOCK_SIZE_TOKENS`` is no publication but an
+independent simulation of the memory side of its Figure 18b, a regression figure of our own.
 """
 
 # Figures 2 and 13, ShareGPT: per cent of the pool, and running requests.

@@ -24,7 +24,7 @@ from paged_jax.workload import Requests, Trace, Workload, arrays, arrivals, draw
 
 FACTORS = ("workload", "allocator", "block_size", "sharing", "pool_slots", "seed")
 NO_BLOCKS = "-"
-BASELINES = tuple(name for name in ALLOCATORS if name != "paged")
+BASELINES = tuple(name for name, scheme in ALLOCATORS.items() if not scheme.has_blocks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,9 @@ class Settings:
         return [
             (allocator, block_size)
             for allocator in self.allocators
-            for block_size in (self.block_sizes if allocator == "paged" else (NO_BLOCKS,))
+            for block_size in (
+                self.block_sizes if ALLOCATORS[allocator].has_blocks else (NO_BLOCKS,)
+            )
         ]
 
     def cells(self) -> Iterator[tuple]:
@@ -111,30 +113,80 @@ def cell_of(group: Group, allocator: str, block_size: int | str) -> tuple:
     )
 
 
-def requests_of(settings: Settings, group: Group, factor: int = 1) -> Requests:
-    """What arrives in a group: ``factor`` times as many requests as its runs seem to need."""
+def requests_of(settings: Settings, group: Group, count: int) -> Requests:
+    """The first ``count`` requests of a group, or the whole of a replayed trace."""
     workload = dataclasses.replace(settings.workloads[group.workload], sharing=group.sharing)
-    if settings.replayed is not None:
-        return replay(
-            settings.replayed,
-            step_seconds=settings.step_seconds,
-            max_length=workload.max_length,
-        )
-    count = _count_needed(workload, group.pool_slots, settings.warmup_steps + settings.steps)
-    return draw(workload, group.seed, factor * count)
+    if settings.replayed is None:
+        return draw(workload, group.seed, count)
+    return replay(
+        settings.replayed, step_seconds=settings.step_seconds, max_length=workload.max_length
+    )
+
+
+def count_needed(settings: Settings, group: Group) -> int:
+    """Requests that a run can hardly use up.
+
+    A request holds at least its own prompt and half its output while it runs, so a full pool gets
+    through about slots * steps / E[output * (prompt + output / 2)] of them; a third on top.
+    """
+    workload = dataclasses.replace(
+        settings.workloads[group.workload], sharing=0.0, arrivals=arrivals.Saturated()
+    )
+    probe = draw(workload, seed=0, count=4_096)
+    output_RF = probe.output_RF.astype(np.float64)
+    held_R = (output_RF * (probe.prompt_R[:, None] / probe.samples + output_RF / 2)).sum(axis=1)
+    at_once = group.pool_slots / (probe.prompt_R + output_RF.sum(axis=1) / 2).mean()
+    steps = settings.warmup_steps + settings.steps
+    needed = 4 / 3 * (group.pool_slots * steps / held_R.mean() + at_once)
+    # Requests a step, where the arrivals have a rate.
+    rate = getattr(settings.workloads[group.workload].arrivals, "rate", math.inf)
+    return math.ceil(min(needed, 4 / 3 * rate * steps + 100))
 
 
 def bounds_of(settings: Settings) -> Bounds:
     """Array sizes with which one program of each kind serves the whole sweep."""
-    shortest = {group.workload: group for group in settings.groups()}
-    firsts = [requests_of(settings, group) for group in shortest.values()]
-    block_sizes = settings.block_sizes if "paged" in settings.allocators else (1,)
+    one_each = {(group.workload, group.pool_slots): group for group in settings.groups()}
+    firsts = [
+        requests_of(settings, group, count_needed(settings, group)) for group in one_each.values()
+    ]
     return Bounds(
         requests=_power_of_two(max(first.count for first in firsts)),
         output=_power_of_two(max(int(first.output_RF.max()) for first in firsts)),
-        blocks=max(settings.pool_slots) // min(block_sizes),
-        block_size=max(block_sizes),
+        blocks=max(max(settings.pool_slots) // min(settings.block_sizes), 1),
+        block_size=max(settings.block_sizes),
+        slots=max(settings.pool_slots),
     )
+
+
+class Source:
+    """The requests of a group, on the host and on the device; more of them when they run out.
+
+    The first requests are the same however many there are, so a run that did not need more would
+    have given the same results with them.
+    """
+
+    def __init__(self, settings: Settings, group: Group, bounds: Bounds) -> None:
+        self.settings, self.group = settings, group
+        self.first_count = count_needed(settings, group)
+        self._load(self.first_count, bounds)
+
+    def extend(self) -> None:
+        """Twice as many requests."""
+        self._load(2 * self.requests.count, self.bounds)
+
+    def cut(self) -> float:
+        """Fraction of requests that the longest length cut short."""
+        return float(self.requests.cut_R[: self.first_count].mean())
+
+    def _load(self, count: int, bounds: Bounds) -> None:
+        self.requests = requests_of(self.settings, self.group, count)
+        self.bounds = dataclasses.replace(
+            bounds,
+            requests=max(bounds.requests, _power_of_two(self.requests.count)),
+            output=max(bounds.output, _power_of_two(int(self.requests.output_RF.max()))),
+        )
+        with simulator.on_cpu():
+            self.work = arrays.put(self.requests, self.bounds.requests)
 
 
 def run(settings: Settings, table: results.Table) -> None:
@@ -168,62 +220,48 @@ def run_group(
 ) -> Iterator[tuple[tuple, dict[str, float]]]:
     """The ``wanted`` cells of a group, each with the values of its metrics.
 
-    Baselines are run whether wanted or not: the others are measured against them. Where a run
-    admits all requests before its time is up, the whole group starts again with more of them.
+    Baselines run first, wanted or not: all cells are measured against them.
     """
     if not wanted:
         return
-    factor = 1
-    while (done := _run_all(settings, group, wanted, bounds, factor)) is None:
-        factor *= 2
-    requests, by_column = done
-    waste = {
-        name: 1 - result.sums["token"] / (result.steps * group.pool_slots)
-        for (name, _), result in by_column.items()
-        if name in BASELINES
+    source = Source(settings, group, bounds)
+    baselines = {
+        column: _simulate(source, column) for column in settings.columns() if column[0] in BASELINES
     }
-    for (name, block_size), result in by_column.items():
-        cell = cell_of(group, name, block_size)
+    waste = {
+        name: 1 - result.mean("token") / group.pool_slots for (name, _), result in baselines.items()
+    }
+    for column in settings.columns():
+        cell = cell_of(group, *column)
         if cell in wanted:
-            yield cell, _measure(result, group.pool_slots, block_size, requests, waste)
+            result = baselines.get(column) or _simulate(source, column)
+            yield cell, _measure(result, group.pool_slots, column[1], source.cut(), waste)
 
 
-def _run_all(
-    settings: Settings, group: Group, wanted: set[tuple], bounds: Bounds, factor: int
-) -> tuple[Requests, dict[tuple, simulator.Result]] | None:
-    """Results by allocator and block size, or None where the requests ran out."""
-    requests = requests_of(settings, group, factor)
-    # The caller's bounds keep its programs; requests that pass them take programs of their own.
-    bounds = dataclasses.replace(
-        bounds,
-        requests=max(bounds.requests, _power_of_two(requests.count)),
-        output=max(bounds.output, _power_of_two(int(requests.output_RF.max()))),
+def _simulate(source: Source, column: tuple[str, int | str]) -> simulator.Result:
+    """One cell, with as many requests as it takes for none to be lacking."""
+    settings, group, (name, block_size) = source.settings, source.group, column
+    config = PoolConfig(
+        pool_slots=group.pool_slots,
+        block_size=block_size if isinstance(block_size, int) else 1,
+        max_length=settings.workloads[group.workload].max_length,
     )
-    with simulator.on_cpu():
-        work = arrays.put(requests, bounds.requests)
-    done = {}
-    for name, block_size in settings.columns():
-        if name not in BASELINES and cell_of(group, name, block_size) not in wanted:
-            continue
-        config = PoolConfig(
-            pool_slots=group.pool_slots,
-            block_size=block_size if isinstance(block_size, int) else 1,
-            max_length=settings.workloads[group.workload].max_length,
-        )
+    limits = policy.limits(
+        rows=settings.max_rows,
+        blocks=max(config.blocks, 1),
+        watermark=settings.watermark if ALLOCATORS[name].has_blocks else 0.0,
+    )
+    while True:
         try:
             result = simulator.simulate(
-                requests,
+                source.requests,
                 ALLOCATORS[name],
                 config,
                 steps=settings.steps,
                 warmup_steps=settings.warmup_steps,
-                limits=policy.limits(
-                    rows=settings.max_rows,
-                    blocks=config.blocks,
-                    watermark=settings.watermark if name == "paged" else 0.0,
-                ),
-                bounds=bounds,
-                work=work,
+                limits=limits,
+                bounds=source.bounds,
+                work=source.work,
             )
         except simulator.NeverFitsError as error:
             raise ValueError(
@@ -231,20 +269,20 @@ def _run_all(
                 " requests by --max_length, or leave the allocator out"
             ) from None
         if result.exhausted and settings.replayed is None:
-            return None
-        if result.steps == 0:
+            source.extend()
+        elif result.steps == 0:
             raise ValueError(
                 f"warmup_steps: {group.workload} is over before {settings.warmup_steps} steps"
             )
-        done[name, block_size] = result
-    return requests, done
+        else:
+            return result
 
 
 def _measure(
     result: simulator.Result,
     pool_slots: int,
     block_size: int | str,
-    requests: Requests,
+    cut: float,
     waste: dict[str, float],
 ) -> dict[str, float]:
     sums, slot_steps = result.sums, result.steps * pool_slots
@@ -264,29 +302,13 @@ def _measure(
         "preemptions": sums["preemptions"],
         "copies": sums["copies"],
         "finished": sums["finished"],
-        "cut": float(requests.cut_R.mean()),
+        "cut": cut,
         "steps": result.steps,
         **{
             f"reclaimed_fraction_{name}": (value - own_waste) / value if value else 0.0
             for name, value in waste.items()
         },
     }
-
-
-def _count_needed(workload: Workload, pool_slots: int, steps: int) -> int:
-    """Requests that a run of ``steps`` steps can hardly use up.
-
-    A request holds at least its own prompt and half its output while it runs, so a full pool gets
-    through about slots * steps / E[output * (prompt + output / 2)] of them; a third on top.
-    """
-    alone = dataclasses.replace(workload, sharing=0.0, arrivals=arrivals.Saturated())
-    probe = draw(alone, seed=0, count=4_096)
-    output_RF = probe.output_RF.astype(np.float64)
-    held = (output_RF * (probe.prompt_R[:, None] / probe.samples + output_RF / 2)).sum(axis=1)
-    at_once = pool_slots / (probe.prompt_R + output_RF.sum(axis=1) / 2).mean()
-    needed = 4 / 3 * (pool_slots * steps / held.mean() + at_once)
-    rate = getattr(workload.arrivals, "rate", math.inf)  # requests a step, where there is one
-    return math.ceil(min(needed, 4 / 3 * rate * steps + 100))
 
 
 def _power_of_two(count: int) -> int:

@@ -52,7 +52,7 @@ SEGMENTS = (
     ("cached", GREEN, "||||"),
     ("free", "white", ""),
 )
-ALLOCATORS = {
+LOOKS = {
     "orca_max": ("Orca (Max)", SKY, ""),
     "orca_pow2": ("Orca (Pow2)", SKY, "////"),
     "orca_oracle": ("Orca (Oracle)", SKY, "xxxx"),
@@ -141,8 +141,8 @@ def _summarize(rows: Iterable[Mapping[str, Any]], path: Path) -> Sweep:
 def _cell(row: Mapping[str, Any], path: Path) -> Cell:
     try:
         allocator = row["allocator"]
-        if allocator not in ALLOCATORS:
-            raise ValueError(f"expected allocators of {list(ALLOCATORS)}, got {allocator!r}")
+        if allocator not in LOOKS:
+            raise ValueError(f"expected allocators of {list(LOOKS)}, got {allocator!r}")
         return Cell(
             row["workload"],
             allocator,
@@ -336,9 +336,9 @@ def _workloads(sweep: Sweep) -> list[str]:
 
 
 def _ordered(sweep: Sweep, workload: str) -> list[Cell]:
-    """The cells of a workload as ``ALLOCATORS`` lists them."""
+    """The cells of a workload as ``LOOKS`` lists them."""
     cells = [cell for cell in sweep if cell.workload == workload]
-    return sorted(cells, key=lambda cell: list(ALLOCATORS).index(cell.allocator))
+    return sorted(cells, key=lambda cell: list(LOOKS).index(cell.allocator))
 
 
 def _block_sizes(sweep: Sweep) -> list[int]:
@@ -352,7 +352,7 @@ def _reference(sweep: Sweep) -> int:
 
 
 def _look(cell: Cell) -> tuple[str, str, str]:
-    name, color, hatch = ALLOCATORS[cell.allocator]
+    name, color, hatch = LOOKS[cell.allocator]
     return f"{name} (block {cell.block_size})" if cell.block_size else name, color, hatch
 
 

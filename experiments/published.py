@@ -9,7 +9,8 @@ regression figure of our own, the memory side of Figure 18b (block size).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
@@ -38,7 +39,7 @@ Comparison = tuple[str, list[float], float]  # label, one value a seed, publishe
 
 def main(_: list[str]) -> None:
     for title, compared in figures(FLAGS.out, FLAGS.seeds, FLAGS.steps, resume=FLAGS.resume):
-        print(f"{title}\n{'':<24}{'simulated':>16}{'published':>12}{'difference':>12}")
+        print(f"{title}\n{'':<24}{'simulated':>16}{'expected':>12}{'difference':>12}")
         for label, values, expected in compared:
             summary = statistics.summarize(values)
             spread = f" ±{summary.half_width:.2f}" if summary.count > 1 else ""
@@ -53,65 +54,11 @@ def figures(
     out: str, seeds: int, steps: int, *, resume: bool = False
 ) -> Iterator[tuple[str, list[Comparison]]]:
     """Runs every experiment. Yields its title and what it compares; its rows are under ``out``."""
-
-    def run(folder: str, workload: str, *, samples: int = 1, **factors: Any) -> _Rows:
-        law = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
-        settings = cells.Settings(
-            workloads={workload: law},
-            sharing=(0.0,),
-            pool_slots=(OPT_13B.pool_slots,),
-            seeds=seeds,
-            steps=steps,
-            warmup_steps=sweeps.WARMUP_STEPS,
-            watermark=published.WATERMARK,
-            **factors,
-        )
-        table = results.Table.open(
-            f"{out}/{folder}",
-            factors=cells.FACTORS,
-            metrics=settings.metrics(),
-            cells=settings.cells(),
-            run=environment.describe({"steps": steps, "samples": samples}, range(seeds)),
-            resume=resume,
-        )
-        with table:
-            cells.run(settings, table)
-        return _Rows(results.read(f"{out}/{folder}"))
-
-    baselines = tuple(published.FIGURE_2)
-    rows = run("figure_2", "sharegpt", allocators=baselines, block_sizes=(16,))
-    yield (
-        "Figures 2 and 13: ShareGPT, OPT-13B, % of the pool and running requests",
-        [
-            comparison
-            for name, (token, external, batch) in published.FIGURE_2.items()
-            for comparison in (
-                (f"{name} token", rows.percent("token_fraction", allocator=name), token),
-                (f"{name} external", rows.percent("external_fraction", allocator=name), external),
-                (f"{name} running", rows.values("running_mean", allocator=name), batch),
-            )
-        ],
-    )
-    paged = ("paged",)
-    yield (
-        "Figure 15: blocks saved by parallel sampling, Alpaca, %",
-        [
-            (
-                f"{samples} samples",
-                run(
-                    f"figure_15_{samples}",
-                    "alpaca",
-                    samples=samples,
-                    allocators=paged,
-                    block_sizes=(16,),
-                ).percent("sharing_saving"),
-                saving,
-            )
-            for samples, saving in published.FIGURE_15.items()
-        ],
-    )
+    run = functools.partial(_run, out, seeds, steps, resume)
+    yield "Figures 2 and 13: ShareGPT, OPT-13B, % of the pool and running requests", _figure_2(run)
+    yield "Figure 15: blocks saved by parallel sampling, Alpaca, %", _figure_15(run)
     for workload, by_size in published.BLOCK_SIZE_TOKENS.items():
-        rows = run(f"block_size_{workload}", workload, allocators=paged, block_sizes=tuple(by_size))
+        rows = run(f"block_size_{workload}", workload, ("paged",), tuple(by_size))
         yield (
             f"Regression of our own, memory side of Figure 18b: {workload}, token % of the pool",
             [
@@ -119,6 +66,64 @@ def figures(
                 for size, token in by_size.items()
             ],
         )
+
+
+def _figure_2(run: Callable[..., _Rows]) -> list[Comparison]:
+    rows = run("figure_2", "sharegpt", tuple(published.FIGURE_2), (16,))
+    return [
+        comparison
+        for name, (token, external, batch) in published.FIGURE_2.items()
+        for comparison in (
+            (f"{name} token", rows.percent("token_fraction", allocator=name), token),
+            (f"{name} external", rows.percent("external_fraction", allocator=name), external),
+            (f"{name} running", rows.values("running_mean", allocator=name), batch),
+        )
+    ]
+
+
+def _figure_15(run: Callable[..., _Rows]) -> list[Comparison]:
+    compared = []
+    for samples, saving in published.FIGURE_15.items():
+        rows = run(f"figure_15_{samples}", "alpaca", ("paged",), (16,), samples=samples)
+        compared.append((f"{samples} samples", rows.percent("sharing_saving"), saving))
+    return compared
+
+
+def _run(
+    out: str,
+    seeds: int,
+    steps: int,
+    resume: bool,
+    folder: str,
+    workload: str,
+    allocators: tuple[str, ...],
+    block_sizes: tuple[int, ...],
+    *,
+    samples: int = 1,
+) -> _Rows:
+    law = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
+    settings = cells.Settings(
+        workloads={workload: law},
+        allocators=allocators,
+        block_sizes=block_sizes,
+        sharing=(0.0,),
+        pool_slots=(OPT_13B.pool_slots,),
+        seeds=seeds,
+        steps=steps,
+        warmup_steps=sweeps.WARMUP_STEPS,
+        watermark=published.WATERMARK,
+    )
+    table = results.Table.open(
+        f"{out}/{folder}",
+        factors=cells.FACTORS,
+        metrics=settings.metrics(),
+        cells=settings.cells(),
+        run=environment.describe({"steps": steps, "samples": samples}, range(seeds)),
+        resume=resume,
+    )
+    with table:
+        cells.run(settings, table)
+    return _Rows(results.read(f"{out}/{folder}"))
 
 
 class _Rows:

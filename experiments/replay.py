@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from experiments import command, replay_check
-from paged_jax.config import PoolConfig
+from paged_jax.config import MOST, PoolConfig
 from paged_jax.measure import environment, results
 from paged_jax.memory.allocators import ALLOCATORS
 from paged_jax.scheduling import policy
@@ -45,7 +45,7 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
     )
-    flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
+    flags.DEFINE_integer("max_rows", MOST, "most running sequences", 1, MOST)
     flags.DEFINE_bool("check", False, "compare with a list allocator in every iteration")
     flags.DEFINE_integer("repeats", 5, "timed runs; the median counts", lower_bound=1)
     flags.DEFINE_string("out", "results/replay", "folder of the results")

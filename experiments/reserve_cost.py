@@ -8,6 +8,8 @@ state carried in place, and prints each pool beside the smallest: the ratio shou
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from absl import flags
@@ -34,20 +36,16 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    row_blocks = 1 + -(-DECODE_STEPS // FLAGS.block_size)
-    sizes = command.numbers("blocks", FLAGS.blocks, int, low=row_blocks * FLAGS.rows)
+    rows, block_size = FLAGS.rows, FLAGS.block_size
+    row_blocks = 1 + -(-DECODE_STEPS // block_size)
+    sizes = command.numbers("blocks", FLAGS.blocks, int, low=row_blocks * rows)
     table = results.Table.open(
         FLAGS.out,
         factors=("blocks",),
         metrics=[("step_microseconds", "us"), ("compile_seconds", "s")],
         cells=[(blocks,) for blocks in sizes],
         run=environment.describe(
-            {
-                "rows": FLAGS.rows,
-                "block_size": FLAGS.block_size,
-                "rounds": FLAGS.rounds,
-            },
-            [],
+            {"rows": rows, "block_size": block_size, "rounds": FLAGS.rounds}, []
         ),
     )
     first = None
@@ -55,13 +53,11 @@ def main(_: list[str]) -> None:
     with table:
         for blocks in sizes:
             state = block_table.create(
-                rows=FLAGS.rows,
-                blocks=blocks,
-                block_size=FLAGS.block_size,
-                blocks_per_row=row_blocks,
+                rows=rows, blocks=blocks, block_size=block_size, blocks_per_row=row_blocks
             )
-            assert jax.jit(run)(state)[1], "a step lacked a block"
-            timed = timing.compile_and_time(run, state, repeats=FLAGS.repeats)
+            timed = timing.compile_and_time(
+                functools.partial(decode_rounds, rounds=FLAGS.rounds), state, repeats=FLAGS.repeats
+            )
             microseconds = 1e6 * timed.run_seconds / (FLAGS.rounds * DECODE_STEPS)
             first = first or microseconds
             values = {"step_microseconds": microseconds, "compile_seconds": timed.compile_seconds}
@@ -69,27 +65,30 @@ def main(_: list[str]) -> None:
             print(f"{blocks:>10,}{microseconds:>12.2f}{microseconds / first:>8.2f}")
 
 
-def run(state: block_table.BlockTable) -> tuple[block_table.BlockTable, jax.Array]:
+def decode_rounds(
+    state: block_table.BlockTable, *, rounds: int
+) -> tuple[block_table.BlockTable, jax.Array]:
     """Rounds of ``DECODE_STEPS`` decode steps from rows of 1 to ``block_size`` tokens.
 
     Returns the state and whether every step fitted; the few steps between rounds that empty and
     refill the rows are timed along.
     """
-    start_B = 1 + jnp.arange(FLAGS.rows, dtype=jnp.int32) % FLAGS.block_size
+    size = state.block_size
+    start_B = 1 + jnp.arange(state.length_B.shape[0], dtype=jnp.int32) % size
     one_B = jnp.ones_like(start_B)
 
-    def decode(carry: tuple, step: None) -> tuple[tuple, None]:
+    def decode(carry: tuple, _: None) -> tuple[tuple, None]:
         state, fits = carry
         state, _copies, fitted = block_table.reserve(state, one_B, most_tokens=1)
         return (state, fits & fitted), None
 
-    def begin(carry: tuple, step: None) -> tuple[tuple, None]:
+    def begin(carry: tuple, _: None) -> tuple[tuple, None]:
         state, fits = carry
-        state, _ = block_table.release(state, state.length_B > 0)
-        state, _copies, fitted = block_table.reserve(state, start_B, most_tokens=FLAGS.block_size)
+        state, _valid = block_table.release(state, state.length_B > 0)
+        state, _copies, fitted = block_table.reserve(state, start_B, most_tokens=size)
         return lax.scan(decode, (state, fits & fitted), None, length=DECODE_STEPS)[0], None
 
-    return lax.scan(begin, (state, jnp.bool_(True)), None, length=FLAGS.rounds)[0]
+    return lax.scan(begin, (state, jnp.bool_(True)), None, length=rounds)[0]
 
 
 if __name__ == "__main__":

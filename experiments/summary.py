@@ -51,17 +51,16 @@ def _panel(title: str, panel: dict[float, Cells]) -> Iterator[str]:
     cut = statistics.summarize(next(iter(panel[least].values()))["cut"]).mean
     yield f"{title}, sharing {least:g}, {100 * cut:.2f} % of requests cut to the longest length"
     yield _table(_WASTE, panel[least])
-    sizes = sorted((size for name, size in panel[least] if name == "paged"), key=int)
-    if not sizes:
-        return
-    size = "16" if "16" in sizes else sizes[len(sizes) // 2]
-    if reclaimed := _reclaimed(panel[least]["paged", size]):
-        yield f"waste reclaimed by paged {size}, of that of {reclaimed}\n"
-    if len(panel) > 1:
-        by_sharing: Cells = {
-            (f"{sharing:g}",): cells["paged", size] for sharing, cells in sorted(panel.items())
-        }
-        yield f"{title}, paged {size} by sharing\n{_table(_SHARING, by_sharing)}"
+    for name in dict.fromkeys(name for name, size in panel[least] if size != NO_BLOCKS):
+        sizes = sorted((size for other, size in panel[least] if other == name), key=int)
+        size = "16" if "16" in sizes else sizes[len(sizes) // 2]
+        if reclaimed := _reclaimed(panel[least][name, size]):
+            yield f"waste reclaimed by {name} {size}, of that of {reclaimed}\n"
+        if len(panel) > 1:
+            by_sharing: Cells = {
+                (f"{sharing:g}",): cells[name, size] for sharing, cells in sorted(panel.items())
+            }
+            yield f"{title}, {name} {size} by sharing\n{_table(_SHARING, by_sharing)}"
 
 
 def _table(columns: Sequence[tuple[str, str, int, int]], cells: Cells) -> str:

@@ -17,10 +17,12 @@ from absl import flags
 
 from configs import pools, sweeps
 from experiments import cells, command, figures, summary, workloads
+from paged_jax.config import MOST
 from paged_jax.measure import environment, results
 from paged_jax.memory.allocators import ALLOCATORS
 
 FLAGS = flags.FLAGS
+MOST_STEPS = 10**7  # requests are drawn up front, for as many steps
 
 
 def define_flags() -> None:
@@ -41,15 +43,15 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("seeds", sweeps.SEEDS, "seeds of each cell", lower_bound=1)
     flags.DEFINE_integer(
-        "steps", sweeps.STEPS, "recorded steps of each cell, after the warm-up", lower_bound=1
+        "steps", sweeps.STEPS, "recorded steps of each cell, after the warm-up", 1, MOST_STEPS
     )
     flags.DEFINE_integer(
-        "warmup_steps", sweeps.WARMUP_STEPS, "steps before the record", lower_bound=0
+        "warmup_steps", sweeps.WARMUP_STEPS, "steps before the record", 0, MOST_STEPS
     )
     flags.DEFINE_float(
         "watermark", 0.0, "fraction of the blocks kept free at an admission while others run"
     )
-    flags.DEFINE_integer("max_rows", 2**30, "most running sequences", lower_bound=1)
+    flags.DEFINE_integer("max_rows", MOST, "most running sequences", 1, MOST)
     flags.DEFINE_string("out", "results/sweep", "folder of the results")
     flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
 

@@ -1,7 +1,8 @@
 """Paged KV-cache memory: one memory manager that a simulator and an engine both call.
 
-Importing the package, before JAX first computes, asks XLA to compile loops over arrays of any
-size to native code on CPU: jax 0.11 does so only for tiny ones, and simulates 60 times slower.
+Importing the package adds a flag to ``XLA_FLAGS``, which XLA reads when JAX first computes: loops
+over arrays of up to a gigabyte are compiled to native code on CPU. Without it jax 0.11 does so
+for tiny arrays only, and simulates 60 times slower.
 """
 
 import os

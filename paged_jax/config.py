@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+MOST = 2**30  # sizes, times and lengths stay below: their sums fit 32 bits
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
@@ -18,12 +20,7 @@ class PoolConfig:
     max_length: int = 2048  # tokens
 
     def __post_init__(self) -> None:
-        _demand_positive(self)
-        if self.block_size > self.pool_slots:
-            raise ValueError(
-                f"block_size: expected at most pool_slots = {self.pool_slots}, got"
-                f" {self.block_size}"
-            )
+        _demand_sizes(self)
 
     @property
     def blocks(self) -> int:
@@ -33,19 +30,25 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Sizes of a compiled simulation's arrays: it serves every run that stays within them."""
+    """Sizes of a compiled simulation's arrays: one program serves every run that they hold.
+
+    Paged memory uses ``blocks`` and ``block_size``, contiguous memory ``slots``.
+    """
 
     requests: int
     output: int  # tokens of the longest output
     blocks: int
     block_size: int
+    slots: int
 
     def __post_init__(self) -> None:
-        _demand_positive(self)
+        _demand_sizes(self)
 
 
-def _demand_positive(config: PoolConfig | Bounds) -> None:
+def _demand_sizes(config: PoolConfig | Bounds) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if not isinstance(value, int) or not 1 <= value < 2**30:
-            raise ValueError(f"{field.name}: expected a whole number from 1, got {value!r}")
+        if not isinstance(value, int) or not 1 <= value < MOST:
+            raise ValueError(
+                f"{field.name}: expected a whole number from 1 and below {MOST}, got {value!r}"
+            )

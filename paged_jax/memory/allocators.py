@@ -1,13 +1,15 @@
 """Every allocator by name, ready for a simulation.
 
-A new one is a module with the verbs of ``scheduling.queue.Memory`` or, for a contiguous one, with
-the functions of ``contiguous.Allocator``, and one line in ``ALLOCATORS``.
+A scheme is how memory is handed out: the module with its verbs, how to begin, whom to refuse. A
+new contiguous one is a module with the functions of ``contiguous.Allocator`` and one line in
+``ALLOCATORS``; any other is a module with the verbs of ``verbs.Memory`` and a class like these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +21,11 @@ from paged_jax.workload.requests import Requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Paged:
+class OnDemand:
     """Blocks on demand."""
 
     verbs: ModuleType = paged
+    has_blocks: ClassVar[bool] = True
 
     def create(self, work: RequestArrays, config: PoolConfig, bounds: Bounds) -> paged.Paged:
         """Empty memory for a run of ``work``."""
@@ -30,18 +33,20 @@ class Paged:
             work,
             pool_slots=jnp.int32(config.pool_slots),
             block_size=jnp.int32(config.block_size),
-            bounds=bounds,
+            blocks_bound=bounds.blocks,
+            block_size_bound=bounds.block_size,
         )
 
     def refusal(self, requests: Requests, config: PoolConfig) -> str | None:
         """Why some request could never run, even alone; None when every one could."""
-        size, samples = config.block_size, requests.samples
-        pinned_X = np.isin(np.arange(len(requests.prefix_tokens_X)), requests.prefix_R)
-        pinned = layout.blocks_of(requests.prefix_tokens_X[pinned_X], size).sum()
-        prefix_R = np.append(requests.prefix_tokens_X, 0)[requests.prefix_R]
-        end_RF = layout.blocks_of(requests.prompt_R[:, None] + requests.output_RF - 1, size)
-        joint_R = requests.prompt_R // size if samples > 1 else 0 * requests.prompt_R
-        need_R = (end_RF - joint_R[:, None]).sum(axis=1) + joint_R - prefix_R // size
+        size, prompt_R = config.block_size, requests.prompt_R.astype(np.int64)
+        tokens_X = requests.prefix_tokens_X
+        used_X = np.isin(np.arange(len(tokens_X)), requests.prefix_R)
+        pinned = int(layout.blocks_of(tokens_X[used_X], size).sum())
+        base_R = np.append(tokens_X, 0)[requests.prefix_R] // size
+        joint_R = prompt_R // size if requests.samples > 1 else base_R
+        end_RF = layout.blocks_of(prompt_R[:, None] + requests.output_RF - 1, size)
+        need_R = joint_R - base_R + (end_RF - joint_R[:, None]).sum(axis=1)
         worst = int(np.argmax(need_R))
         if pinned + need_R[worst] <= config.blocks:
             return None
@@ -52,21 +57,21 @@ class Paged:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contiguous:
-    """One chunk a sequence, of ``allocator``, for what ``promise`` reserves."""
+class Reserving:
+    """One contiguous chunk a sequence, of ``allocator``, for what ``promise`` reserves."""
 
     allocator: ModuleType
     promise: str
     verbs: ModuleType = chunks
+    has_blocks: ClassVar[bool] = False
 
     def create(self, work: RequestArrays, config: PoolConfig, bounds: Bounds) -> chunks.Chunks:
         """Empty memory for a run of ``work``."""
-        del bounds
         prompt_Y = jnp.repeat(work.prompt_R, work.samples)
         return chunks.create(
             work,
             allocator=self.allocator,
-            chunks=self.allocator.create(config.pool_slots),
+            chunks=self.allocator.create(config.pool_slots, bounds.slots),
             promise_Y=contiguous.promise(self.promise, prompt_Y, work.output_Y, config.max_length),
         )
 
@@ -93,13 +98,13 @@ class Contiguous:
         )
 
 
-Allocator = Paged | Contiguous
+Scheme = OnDemand | Reserving
 
-ALLOCATORS: dict[str, Allocator] = {
-    "orca_max": Contiguous(buddy, "max"),
-    "orca_pow2": Contiguous(buddy, "pow2"),
-    "orca_oracle": Contiguous(buddy, "oracle"),
-    "first_fit_max": Contiguous(first_fit, "max"),
-    "first_fit_oracle": Contiguous(first_fit, "oracle"),
-    "paged": Paged(),
+ALLOCATORS: dict[str, Scheme] = {
+    "orca_max": Reserving(buddy, "max"),
+    "orca_pow2": Reserving(buddy, "pow2"),
+    "orca_oracle": Reserving(buddy, "oracle"),
+    "first_fit_max": Reserving(first_fit, "max"),
+    "first_fit_oracle": Reserving(first_fit, "oracle"),
+    "paged": OnDemand(),
 }

@@ -15,13 +15,18 @@ Cost: ``reserve`` is O(B * W) with W the cells a row may gain, 1 for a decode st
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from paged_jax.config import MOST
 from paged_jax.memory import pool as pools
 from paged_jax.memory.layout import blocks_of
+from paged_jax.memory.ledger import Ledger
 from pallas_kernels import dims
 
 
@@ -47,6 +52,8 @@ def create(*, rows: int, blocks: int, block_size: int, blocks_per_row: int) -> B
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")
+    if blocks_per_row * block_size >= MOST:
+        raise ValueError(f"blocks_per_row: {blocks_per_row} of {block_size} slots pass {MOST}")
     return BlockTable(
         pool=pools.create(blocks),
         table_BM=jnp.full((rows, blocks_per_row), blocks, jnp.int32),
@@ -71,9 +78,11 @@ def reserve(
       ``tokens_B`` is negative or above ``most_tokens``.
     """
     sizes = dims(tokens_B=tokens_B, table_BM=state.table_BM, length_B=state.length_B)
-    if not jnp.issubdtype(tokens_B.dtype, jnp.integer):
-        raise ValueError(f"tokens_B: expected integers, got {tokens_B.dtype}")
-    most_tokens = sizes.M * state.block_size if most_tokens is None else most_tokens
+    _demand_dtype("tokens_B", tokens_B, jnp.integer)
+    row_tokens = sizes.M * state.block_size
+    most_tokens = row_tokens if most_tokens is None else min(most_tokens, row_tokens)
+    if most_tokens < 1:
+        raise ValueError(f"most_tokens: expected at least 1, got {most_tokens}")
     width = min(-(-most_tokens // state.block_size), sizes.M)
     none, row_B = state.pool.none, jnp.arange(sizes.B)
     held_B = blocks_of(state.length_B, state.block_size)
@@ -124,11 +133,14 @@ def fork(
       when a parent is no row, or when it holds no tokens or fewer than asked for.
     """
     sizes = dims(parent_B=parent_B, table_BM=state.table_BM, length_B=state.length_B)
+    _demand_dtype("parent_B", parent_B, jnp.integer)
     child_B = parent_B != sizes.B
     known_B = (parent_B >= 0) & (parent_B < sizes.B)
     parent_B = jnp.where(known_B, parent_B, 0)
     stored_B = state.length_B[parent_B]
     tokens_B = stored_B if tokens_B is None else tokens_B
+    dims(tokens_B=tokens_B, length_B=state.length_B)
+    _demand_dtype("tokens_B", tokens_B, jnp.integer)
     legal_B = known_B & (state.length_B == 0) & (tokens_B > 0) & (tokens_B <= stored_B)
     fits = (legal_B | ~child_B).all()
     child_B &= fits
@@ -150,6 +162,7 @@ def release(state: BlockTable, released_B: jax.Array) -> tuple[BlockTable, jax.A
     empty: releasing twice is an error.
     """
     dims(released_B=released_B, length_B=state.length_B)
+    _demand_dtype("released_B", released_B, jnp.bool_)
     valid = (~released_B | (state.length_B > 0)).all()
     released_B = released_B & valid
     block_BM = jnp.where(released_B[:, None], state.table_BM, state.pool.none)
@@ -165,8 +178,75 @@ def release(state: BlockTable, released_B: jax.Array) -> tuple[BlockTable, jax.A
 
 def freed_by(state: BlockTable, released_B: jax.Array) -> jax.Array:
     """Blocks that would become free if the marked rows were released, as a scalar."""
+    _demand_dtype("released_B", released_B, jnp.bool_)
     block_BM = jnp.where(released_B[:, None], state.table_BM, state.pool.none)
     return pools.drop(state.pool, block_BM.ravel())[1].sum(dtype=jnp.int32)
+
+
+def ledger(
+    state: BlockTable,
+    final_B: jax.Array,
+    *,
+    pool_slots: jax.Array | int,
+    short: jax.Array | bool = False,
+) -> Ledger:
+    """The ledger of this moment.
+
+    Args:
+      state: the tables.
+      final_B: i32, tokens that each row will have stored in the end.
+      pool_slots: slots of the pool, at least blocks * block size.
+      short: whether the queue's head was refused for want of free blocks, or somebody preempted.
+
+    A partial block that several rows hold is filled up to its longest holder, and reserved up to
+    the largest end among them. Cost: O(B), and O(B * B) where last blocks are shared, which under
+    ``vmap`` is always.
+    """
+    dims(final_B=final_B, length_B=state.length_B)
+    size, pool = state.block_size, state.pool
+    held_B = state.length_B > 0
+    filled_B = jnp.where(held_B, (state.length_B - 1) % size + 1, 0)
+    ending_B = jnp.clip(final_B - (state.length_B - filled_B), filled_B, size)
+    holders_B, _ = pools.read(pool.refcount_N, _last_block(state, held_B), none_value=0)
+    counted_B, filled_B, ending_B = lax.cond(
+        (holders_B > 1).any(),
+        lambda: _joined_ends(state, held_B, filled_B, ending_B),
+        lambda: (held_B, filled_B, ending_B),
+    )
+    empty = jnp.where(counted_B, size - filled_B, 0).sum(dtype=jnp.int32)
+    reserved = jnp.where(counted_B, ending_B - filled_B, 0).sum(dtype=jnp.int32)
+    unallocated = pool.free * size
+    zero = jnp.zeros_like(unallocated)
+    return Ledger(
+        token=pool.used * size - empty,
+        reserved=reserved,
+        internal=empty - reserved,
+        round_up=pool_slots - pool.blocks * size,
+        stranded=zero,
+        short=jnp.where(short, unallocated, 0),
+        cached=zero,
+        free=jnp.where(short, 0, unallocated),
+    )
+
+
+def _joined_ends(
+    state: BlockTable, held_B: jax.Array, filled_B: jax.Array, ending_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each last block at the first row that ends in it, with the most of all its holders."""
+    size, cell_B = state.block_size, _last_cell(state)
+    tail_B = _last_block(state, held_B)
+    starts_B = cell_B * size
+    # Row i's last block in row j's table: shared blocks stand in the same cell of both.
+    holds_BB = tail_B[:, None] == state.table_BM[:, cell_B].T
+    holds_BB &= held_B[:, None] & (starts_B[:, None] < state.length_B)
+    ends_BB = holds_BB & (cell_B == cell_B[:, None])
+    stored_BB = jnp.where(ends_BB, filled_B, size)
+    first_B = held_B & (jnp.argmax(ends_BB, axis=1) == jnp.arange(held_B.shape[0]))
+    return (
+        first_B,
+        jnp.where(holds_BB, stored_BB, 0).max(axis=1),
+        jnp.where(holds_BB, jnp.where(ends_BB, ending_B, size), 0).max(axis=1),
+    )
 
 
 def faults(state: BlockTable) -> list[str]:
@@ -195,8 +275,18 @@ def faults(state: BlockTable) -> list[str]:
     return [fault for fault, present in found.items() if present]
 
 
+def _last_cell(state: BlockTable) -> jax.Array:
+    """The last logical block of each row, 0 for an empty one."""
+    return jnp.maximum(blocks_of(state.length_B, state.block_size) - 1, 0)
+
+
 def _last_block(state: BlockTable, rows_B: jax.Array) -> jax.Array:
-    """The last block of the marked rows, ``pool.none`` elsewhere."""
-    cell_B = jnp.maximum(blocks_of(state.length_B, state.block_size) - 1, 0)
-    block_B = jnp.take_along_axis(state.table_BM, cell_B[:, None], axis=1)[:, 0]
+    """The last physical block of the marked rows, ``pool.none`` elsewhere."""
+    block_B = jnp.take_along_axis(state.table_BM, _last_cell(state)[:, None], axis=1)[:, 0]
     return jnp.where(rows_B, block_B, state.pool.none)
+
+
+def _demand_dtype(name: str, array: jax.Array, kind: Any) -> None:
+    if not jnp.issubdtype(array.dtype, kind):
+        wanted = "bool" if kind is jnp.bool_ else "integers"
+        raise ValueError(f"{name}: expected {wanted}, got {array.dtype}")

@@ -85,12 +85,12 @@ def could_hold(pool_slots: int, chunk_RF: np.ndarray) -> np.ndarray:
 
     Largest first: what is left of a region is always a multiple of the next chunk.
     """
-    left_RX = np.tile([slots for _, slots in regions(pool_slots)], (len(chunk_RF), 1))
+    left = np.tile([slots for _, slots in regions(pool_slots)], (len(chunk_RF), 1))  # R x regions
     fits_R, row_R = np.ones(len(chunk_RF), bool), np.arange(len(chunk_RF))
     for chunk_R in np.sort(chunk_RF, axis=1)[:, ::-1].T:
-        region_R = np.argmax(left_RX >= chunk_R[:, None], axis=1)
-        fits_R &= left_RX[row_R, region_R] >= chunk_R
-        left_RX[row_R, region_R] -= chunk_R
+        region_R = np.argmax(left >= chunk_R[:, None], axis=1)
+        fits_R &= left[row_R, region_R] >= chunk_R
+        left[row_R, region_R] -= chunk_R
     return fits_R
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from paged_jax.memory.contiguous import Allocator
 from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
-from paged_jax.memory.paged import Stay
+from paged_jax.memory.verbs import Holdings, Stay
 from paged_jax.workload.arrays import RequestArrays
 
 
@@ -68,21 +68,21 @@ def free(state: Chunks) -> jax.Array:
     return state.allocator.free_slots(state.chunks)
 
 
-def entries(state: Chunks) -> tuple[jax.Array, jax.Array]:
-    """Chunks that sequences name, and chunks in use: the same, nothing is shared."""
-    return state.held, state.held
+def holdings(state: Chunks) -> Holdings:
+    """Chunks, each in use once: nothing is shared. Copies are prompts stored once more."""
+    return Holdings(state.held, state.held, state.copies)
 
 
 def need(state: Chunks, work: RequestArrays, stay: Stay) -> jax.Array:
     """Slots of the chunks that ``store`` would take."""
     start = stay.request * work.samples
     promise_F = lax.dynamic_slice_in_dim(state.promise_Y, start, work.samples)
-    return state.allocator.chunk_slots(promise_F).sum()
+    return state.allocator.chunk_slots(promise_F).sum(dtype=jnp.int32)
 
 
-def grow(state: Chunks, work: RequestArrays, step: jax.Array, rows: jax.Array) -> Chunks:
+def grow(state: Chunks, step: jax.Array, rows: jax.Array) -> Chunks:
     """Every one of ``rows`` running rows stores a token."""
-    del work, step
+    del step
     return state.replace(token=state.token + rows)
 
 
@@ -120,15 +120,16 @@ def store(state: Chunks, work: RequestArrays, stay: Stay) -> tuple[Chunks, jax.A
     chunks = repeat(jnp.where(fits, 0, taken), give, chunks)
     promise_F = lax.dynamic_slice_in_dim(state.promise_Y, first, work.samples)
     final_F = _final(work, first)
+    excess = jnp.maximum(promise_F - final_F, 0).sum(dtype=jnp.int32)
     prompts = work.samples * work.prompt_R[stay.request]
     state = state.replace(
         chunks=chunks,
         address_Y=address_Y,
         refused=~fits,
         held=state.held + jnp.where(fits, work.samples, 0),
-        promised=state.promised + jnp.where(fits, promise_F.sum(), 0),
+        promised=state.promised + jnp.where(fits, promise_F.sum(dtype=jnp.int32), 0),
         token=state.token + jnp.where(fits, prompts, 0),
-        internal=state.internal + jnp.where(fits, jnp.maximum(promise_F - final_F, 0).sum(), 0),
+        internal=state.internal + jnp.where(fits, excess, 0),
         copies=state.copies + jnp.where(fits, work.samples - 1, 0),
     )
     return state, fits

@@ -111,7 +111,7 @@ def reserve(
     dims(tokens_B=tokens_B, promise_B=promise_B, length_B=state.length_B)
     begins_B = (state.length_B == 0) & (tokens_B > 0)
     promised_B = jnp.where(begins_B, promise_B, state.promised_B)
-    legal = ((tokens_B >= 0) & (state.length_B + tokens_B <= promised_B)).all()
+    legal = ((tokens_B >= 0) & (tokens_B <= promised_B - state.length_B)).all()
     return _begin(state, begins_B, promised_B, tokens_B, legal)
 
 
@@ -164,6 +164,8 @@ def release(state: Contiguous, released_B: jax.Array) -> tuple[Contiguous, jax.A
     empty: releasing twice is an error.
     """
     dims(released_B=released_B, length_B=state.length_B)
+    if released_B.dtype != jnp.bool_:
+        raise ValueError(f"released_B: expected bool, got {released_B.dtype}")
     valid = (~released_B | (state.length_B > 0)).all()
     released_B = released_B & valid
     state = state.replace(

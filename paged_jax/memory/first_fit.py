@@ -57,7 +57,7 @@ def largest_slots(pool_slots: int) -> int:
 
 def could_hold(pool_slots: int, chunk_RF: np.ndarray) -> np.ndarray:
     """Whether an empty pool holds each row's F chunks at once, [R] bool; host."""
-    return chunk_RF.sum(axis=1) <= pool_slots
+    return chunk_RF.sum(axis=1, dtype=np.int64) <= pool_slots
 
 
 def chunk_slots(slots):

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.config import Bounds
 from paged_jax.memory import block_chain
 from paged_jax.memory import linked_list as lists
 from paged_jax.memory import pool as pools
 from paged_jax.memory.layout import Layout, blocks_of, lay_out
 from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
+from paged_jax.memory.verbs import Holdings, Stay
 from paged_jax.workload.arrays import RequestArrays
 
 
@@ -53,35 +53,26 @@ class Paged(flax.struct.PyTreeNode):
         return self.chains.pool
 
 
-class Stay(flax.struct.PyTreeNode):
-    """One residence of a request in memory, as its scheduler knows it."""
-
-    request: jax.Array  # i32
-    generated: jax.Array  # i32: tokens of each sample that are stored again with the prompt
-    step: jax.Array  # i32: step in which it is stored
-    donor: jax.Array  # i32: sequence whose first blocks it shares, Y for none
-    donor_tokens: jax.Array  # i32: tokens that sequence has stored
-
-
-@functools.partial(jax.jit, static_argnames="bounds")
+@functools.partial(jax.jit, static_argnames=("blocks_bound", "block_size_bound"))
 def create(
     work: RequestArrays,
     *,
     pool_slots: jax.Array,
     block_size: jax.Array,
-    bounds: Bounds,
+    blocks_bound: int,
+    block_size_bound: int,
 ) -> Paged:
     """Empty memory, except for the pinned prefixes: blocks of a row that never ends."""
     sequences = work.output_Y.shape[0]
     state = Paged(
-        chains=block_chain.create(pool_slots // block_size, bounds.blocks),
-        tail_Y=jnp.full(sequences, bounds.blocks, jnp.int32),
+        chains=block_chain.create(pool_slots // block_size, blocks_bound),
+        tail_Y=jnp.full(sequences, blocks_bound, jnp.int32),
         end_Y=jnp.zeros(sequences, jnp.int32),
-        phase=lists.create(sequences + bounds.block_size),
-        rows_S=jnp.zeros(bounds.block_size, jnp.int32),
+        phase=lists.create(sequences + block_size_bound),
+        rows_S=jnp.zeros(block_size_bound, jnp.int32),
         joint_R=jnp.zeros(work.bound, bool),
         joint_copies=jnp.int32(0),
-        prefix_tail_X=jnp.full(work.prefix_tokens_X.shape, bounds.blocks, jnp.int32),
+        prefix_tail_X=jnp.full(work.prefix_tokens_X.shape, blocks_bound, jnp.int32),
         entries=jnp.int32(0),
         token=jnp.int32(0),
         internal=jnp.int32(0),
@@ -102,9 +93,9 @@ def free(state: Paged) -> jax.Array:
     return state.pool.free
 
 
-def entries(state: Paged) -> tuple[jax.Array, jax.Array]:
-    """Table entries, the pinned prefixes' included, and blocks in use."""
-    return state.entries, state.pool.used
+def holdings(state: Paged) -> Holdings:
+    """Table entries, the pinned prefixes' included, blocks in use, and blocks copied."""
+    return Holdings(state.entries, state.pool.used, state.copies)
 
 
 def need(state: Paged, work: RequestArrays, stay: Stay) -> jax.Array:
@@ -112,12 +103,11 @@ def need(state: Paged, work: RequestArrays, stay: Stay) -> jax.Array:
     return _plan(state, work, stay)[0].need
 
 
-def grow(state: Paged, work: RequestArrays, step: jax.Array, rows: jax.Array) -> Paged:
+def grow(state: Paged, step: jax.Array, rows: jax.Array) -> Paged:
     """Every one of ``rows`` running rows stores a token, those of this step's phase in a new block.
 
     The caller has seen to it that ``demand`` blocks are free and split the joint requests.
     """
-    del work
     head = state.tail_Y.shape[0] + step % state.block_size
 
     def take(carry: tuple[Paged, jax.Array]) -> tuple[Paged, jax.Array]:

@@ -45,8 +45,9 @@ def create(blocks: int | jax.Array, bound: int | None = None) -> Pool:
     ``bound`` defaults to ``blocks``, then a Python integer. Raises ``ValueError`` for a number of
     blocks below 1 or above the bound, where it is known.
     """
-    known = isinstance(blocks, int)
-    if (bound is None and not known) or (known and not 1 <= blocks <= (bound or blocks)):
+    most_blocks = blocks if bound is None else bound
+    illegal = not 1 <= blocks <= most_blocks if isinstance(blocks, int) else bound is None
+    if illegal:
         most = "" if bound is None else f" and at most {bound}"
         raise ValueError(f"blocks: expected an integer of at least 1{most}, got {blocks!r}")
     bound = int(blocks) if bound is None else bound

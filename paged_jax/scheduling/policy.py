@@ -12,6 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from paged_jax.config import MOST
+
 # Why nobody more was admitted in a step; what a ledger makes of the room that is left.
 ADMITTED = 0  # nothing is refused so far
 IDLE = 1  # nobody waits
@@ -27,14 +29,14 @@ class Limits(flax.struct.PyTreeNode):
     watermark: jax.Array  # i32: blocks that stay free at an admission while others run
 
 
-def limits(*, rows: int = 2**30, watermark: float = 0.0, blocks: int | None = None) -> Limits:
+def limits(*, rows: int = MOST, watermark: float = 0.0, blocks: int | None = None) -> Limits:
     """Limits of ``rows`` running sequences and a watermark of floor(f * (blocks + 1)) blocks.
 
     The one more block is the null block that vLLM counts among its pool's. Raises ``ValueError``
     for values that do not go; ``blocks``, the pool's, is needed with a watermark.
     """
-    if rows < 1:
-        raise ValueError(f"rows: expected at least 1, got {rows}")
+    if not 1 <= rows <= MOST:
+        raise ValueError(f"rows: expected 1 to {MOST}, got {rows}")
     if not 0 <= watermark < 1:
         raise ValueError(f"watermark: expected a fraction in [0, 1), got {watermark}")
     if (watermark and blocks is None) or (blocks is not None and blocks < 1):

@@ -5,7 +5,7 @@ its arrival: the running ones, then the preempted ones, then those never admitte
 the place of the first waiting request are the whole queue: admitting moves that place forward,
 preempting moves it back. Running sequences also stand in the list of the step they end in.
 
-The rules are those of ``policy``; memory is any module with the verbs of ``Memory``. The same
+The rules are those of ``policy``; memory is any module with the verbs of ``verbs.Memory``. The same
 decisions over whole arrays of counts are ``schedule.schedule``; a test holds both equal.
 Cost: O(1) for each admission, preemption, growth and end.
 """
@@ -13,7 +13,7 @@ Cost: O(1) for each admission, preemption, growth and end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import flax.struct
 import jax
@@ -21,28 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.memory import linked_list as lists
-from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
-from paged_jax.memory.paged import Stay
+from paged_jax.memory.verbs import Memory, Stay
 from paged_jax.scheduling import policy
 from paged_jax.workload.arrays import RequestArrays
-
-
-class Memory(Protocol):
-    """What the queue asks of a memory: pure functions of its state, all scalars."""
-
-    def demand(self, state: Any, step: jax.Array) -> jax.Array: ...
-    def free(self, state: Any) -> jax.Array: ...
-    def entries(self, state: Any) -> tuple[jax.Array, jax.Array]: ...
-    def need(self, state: Any, work: RequestArrays, stay: Stay) -> jax.Array: ...
-    def grow(self, state: Any, work: RequestArrays, step: jax.Array, rows: jax.Array) -> Any: ...
-    def fork(self, state: Any, work: RequestArrays, request: jax.Array) -> Any: ...
-    def split(self, state: Any, work: RequestArrays, request: jax.Array) -> Any: ...
-    def store(self, state: Any, work: RequestArrays, stay: Stay) -> tuple[Any, jax.Array]: ...
-    def release(
-        self, state: Any, work: RequestArrays, row: jax.Array, tokens: jax.Array, step: jax.Array
-    ) -> Any: ...
-    def ledger(self, state: Any, *, short: jax.Array, stranded: jax.Array) -> Ledger: ...
 
 
 class Queue(flax.struct.PyTreeNode):
@@ -96,23 +78,14 @@ def advance(
     Returns ``(queue', memory', verdict)``, the verdict being ``policy``'s reason for which nobody
     more was admitted. ``retire`` ends the step.
     """
-
-    def crowded(carry: tuple[Queue, Any]) -> jax.Array:
-        queue, memory = carry
-        demand = verbs.demand(memory, step)
-        return (queue.requests > 0) & ~policy.may_grow(demand, verbs.free(memory))
-
-    def evict(carry: tuple[Queue, Any]) -> tuple[Queue, Any]:
-        return _preempt_youngest(*carry, step, work=work, verbs=verbs)
-
     before = queue.preemptions
-    queue, memory = lax.while_loop(crowded, evict, (queue, memory))
-    preempted = queue.preemptions > before
+    queue, memory = _make_room(queue, memory, step, work=work, verbs=verbs)
     if work.samples > 1:
         memory = _visit_admitted(
             queue, memory, step - 1, work, lambda memory, r: verbs.split(memory, work, r)
         )
-    memory = verbs.grow(memory, work, step, queue.rows)
+    memory = verbs.grow(memory, step, queue.rows)
+    preempted = queue.preemptions > before
 
     def judge(queue: Queue, memory: Any) -> tuple[Stay, jax.Array, jax.Array]:
         stay, rows = _head(queue, step, work)
@@ -226,6 +199,22 @@ def _start(queue: Queue, stay: Stay, rows: jax.Array, work: RequestArrays) -> Qu
         requests=queue.requests + 1,
         rows=queue.rows + rows,
     )
+
+
+def _make_room(
+    queue: Queue, memory: Any, step: jax.Array, *, work: RequestArrays, verbs: Memory
+) -> tuple[Queue, Any]:
+    """Preempts the youngest until what the others demand is free."""
+
+    def crowded(carry: tuple[Queue, Any]) -> jax.Array:
+        queue, memory = carry
+        demand = verbs.demand(memory, step)
+        return (queue.requests > 0) & ~policy.may_grow(demand, verbs.free(memory))
+
+    def evict(carry: tuple[Queue, Any]) -> tuple[Queue, Any]:
+        return _preempt_youngest(*carry, step, work=work, verbs=verbs)
+
+    return lax.while_loop(crowded, evict, (queue, memory))
 
 
 def _preempt_youngest(

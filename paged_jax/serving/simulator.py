@@ -20,19 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.config import Bounds, PoolConfig
+from paged_jax.config import MOST, Bounds, PoolConfig
 from paged_jax.memory import allocators, ledger
-from paged_jax.scheduling import policy, queue
+from paged_jax.scheduling import policy
+from paged_jax.scheduling import queue as queues
 from paged_jax.workload import arrays
 from paged_jax.workload.requests import Requests
 
 # What a run records in every step: the ledger in slots, sequences and requests that run, table
 # entries and blocks in use, and what happened in the step.
-METRICS = (
-    *ledger.CATEGORIES,
-    *("rows", "requests", "entries", "used"),
-    *("preemptions", "copies", "finished"),
-)
+COUNTS = ("rows", "requests", "entries", "used", "preemptions", "copies", "finished")
+METRICS = ledger.CATEGORIES + COUNTS
 HALF_BITS = 30
 
 
@@ -51,7 +49,7 @@ class Clock(flax.struct.PyTreeNode):
 class Run(flax.struct.PyTreeNode):
     """The state of a run; sums begin after the warm-up, series with the first step."""
 
-    queue: queue.Queue
+    queue: queues.Queue
     memory: Any
     step: jax.Array  # i32: virtual time
     elapsed: jax.Array  # i32: steps done, idle ones that were skipped left out
@@ -67,7 +65,7 @@ class Result:
     sums: dict[str, int]  # of each of METRICS over the recorded steps
     steps: int  # recorded
     series: dict[str, np.ndarray]  # one value a step, the warm-up included
-    exhausted: bool  # every request was admitted before the last step
+    exhausted: bool  # every request was admitted
     run: Run  # the final state
 
     def mean(self, metric: str) -> float:
@@ -80,8 +78,9 @@ def bounds_of(requests: Requests, config: PoolConfig) -> Bounds:
     return Bounds(
         requests=requests.count,
         output=int(requests.output_RF.max()),
-        blocks=config.blocks,
+        blocks=max(config.blocks, 1),
         block_size=config.block_size,
+        slots=config.pool_slots,
     )
 
 
@@ -92,7 +91,7 @@ def on_cpu() -> contextlib.AbstractContextManager:
 
 def simulate(
     requests: Requests,
-    allocator: allocators.Allocator,
+    allocator: allocators.Scheme,
     config: PoolConfig,
     *,
     steps: int,
@@ -116,9 +115,17 @@ def simulate(
       bounds: array sizes of the program; default: those of this run.
       work: ``arrays.put(requests, bounds.requests)`` made ``on_cpu``, if there already.
     """
+    limits = limits or policy.limits()
+    bounds = bounds or bounds_of(requests, config)
+    if steps < 1 or warmup_steps < 0 or steps + warmup_steps >= MOST:
+        raise ValueError(f"steps: expected 1 to {MOST} with the warm-up, got {steps}")
+    if requests.samples > int(limits.rows):
+        raise NeverFitsError(
+            f"a request has {requests.samples} samples, at most {int(limits.rows)} rows may run"
+        )
     if refusal := allocator.refusal(requests, config):
         raise NeverFitsError(refusal)
-    bounds = bounds or bounds_of(requests, config)
+    _demand_bounds(bounds, bounds_of(requests, config), allocator)
     with on_cpu():
         work = work or arrays.put(requests, bounds.requests)
         clock = Clock(jnp.int32(warmup_steps), jnp.int32(steps), jnp.bool_(skips_idle))
@@ -126,7 +133,7 @@ def simulate(
             work,
             allocator.create(work, config, bounds),
             clock,
-            limits or policy.limits(),
+            limits,
             verbs=allocator.verbs,
             output_bound=bounds.output,
             series=series,
@@ -135,20 +142,25 @@ def simulate(
         return collect(final, work, clock)
 
 
+def _demand_bounds(bounds: Bounds, needed: Bounds, allocator: allocators.Scheme) -> None:
+    """Arrays that are too small would lose writes in silence."""
+    sizes = ("blocks", "block_size") if allocator.has_blocks else ("slots",)
+    for name in ("requests", "output", *sizes):
+        bound, need = getattr(bounds, name), getattr(needed, name)
+        if bound < need:
+            raise ValueError(f"bounds.{name}: expected at least {need}, got {bound}")
+
+
 def collect(final: Run, work: arrays.RequestArrays, clock: Clock) -> Result:
     """A run's results as Python integers and NumPy arrays."""
-    high_J, low_J, elapsed, warmup_steps, waiting, count, series = jax.device_get(
-        (
-            *(final.high_J, final.low_J, final.elapsed, clock.warmup_steps),
-            *(final.queue.waiting, work.count, final.series),
-        )
-    )
+    high_J, low_J, series = jax.device_get((final.high_J, final.low_J, final.series))
+    elapsed, warmup_steps = int(final.elapsed), int(clock.warmup_steps)
     sums = (high_J.astype(np.int64) << HALF_BITS) + low_J
     return Result(
         sums=dict(zip(METRICS, sums.tolist(), strict=True)),
-        steps=max(int(elapsed - warmup_steps), 0),
+        steps=max(elapsed - warmup_steps, 0),
         series={name: values[:elapsed] for name, values in series.items()},
-        exhausted=bool(waiting >= count),
+        exhausted=int(final.queue.waiting) >= int(work.count),
         run=final,
     )
 
@@ -196,7 +208,7 @@ def begin(
     """Before the first step."""
     zeros_J = jnp.zeros(len(METRICS), jnp.int32)
     return Run(
-        queue=queue.create(work, output_bound),
+        queue=queues.create(work, output_bound),
         memory=memory,
         step=jnp.where(clock.skips_idle, work.arrival_R[0], 0),
         elapsed=jnp.int32(0),
@@ -210,30 +222,30 @@ def record(
     state: Run, work: arrays.RequestArrays, limits: policy.Limits, verbs: Any
 ) -> tuple[Run, dict[str, jax.Array]]:
     """A step up to its moment of record. Returns ``(state', metrics but ``finished``)``."""
-    waiting, memory, verdict = queue.advance(
+    queue, memory, verdict = queues.advance(
         state.queue, state.memory, state.step, work=work, limits=limits, verbs=verbs
     )
     slots = verbs.ledger(memory, short=verdict == policy.SHORT, stranded=verdict == policy.STRANDED)
-    entries, used = verbs.entries(memory)
+    held = verbs.holdings(memory)
     values = {name: getattr(slots, name) for name in ledger.CATEGORIES} | {
-        "rows": waiting.rows,
-        "requests": waiting.requests,
-        "entries": entries,
-        "used": used,
-        "preemptions": waiting.preemptions - state.queue.preemptions,
-        "copies": memory.copies - state.memory.copies,
+        "rows": queue.rows,
+        "requests": queue.requests,
+        "entries": held.entries,
+        "used": held.used,
+        "preemptions": queue.preemptions - state.queue.preemptions,
+        "copies": held.copies - verbs.holdings(state.memory).copies,
     }
-    return state.replace(queue=waiting, memory=memory), values
+    return state.replace(queue=queue, memory=memory), values
 
 
 def retire(state: Run, work: arrays.RequestArrays, clock: Clock, verbs: Any) -> Run:
     """The end of a step: rows finish, the clock moves on."""
-    waiting, memory = queue.retire(state.queue, state.memory, state.step, work=work, verbs=verbs)
-    arrival = work.arrival_R[jnp.minimum(waiting.waiting, work.bound - 1)]
-    idle = (waiting.requests == 0) & (waiting.waiting < work.bound)
+    queue, memory = queues.retire(state.queue, state.memory, state.step, work=work, verbs=verbs)
+    arrival = work.arrival_R[jnp.minimum(queue.waiting, work.bound - 1)]
+    idle = (queue.requests == 0) & (queue.waiting < work.bound)
     step = state.step + 1
     return state.replace(
-        queue=waiting,
+        queue=queue,
         memory=memory,
         step=jnp.where(clock.skips_idle & idle, jnp.maximum(step, arrival), step),
     )

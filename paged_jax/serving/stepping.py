@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.memory import block_table as tables
-from paged_jax.memory import ledger as ledgers
+from paged_jax.memory import block_table
 from paged_jax.memory.layout import blocks_of, lay_out
+from paged_jax.memory.ledger import Ledger
 from paged_jax.scheduling import policy
 from paged_jax.scheduling.schedule import Counts, Plan, schedule
 from paged_jax.workload.arrays import RequestArrays
@@ -23,7 +23,7 @@ from paged_jax.workload.arrays import RequestArrays
 class Serving(flax.struct.PyTreeNode):
     """Requests between two steps."""
 
-    table: tables.BlockTable
+    table: block_table.BlockTable
     running_R: jax.Array  # bool
     generated_R: jax.Array  # i32: tokens that each live sample has generated
     fits: jax.Array  # bool: every plan so far could be carried out
@@ -34,21 +34,21 @@ class Record(flax.struct.PyTreeNode):
     """A step at its moment of record, after admission and before rows finish."""
 
     plan: Plan
-    ledger: ledgers.Ledger
-    table: tables.BlockTable
+    ledger: Ledger
+    table: block_table.BlockTable
 
 
 def create(work: RequestArrays, *, blocks: int, block_size: int, blocks_per_row: int) -> Serving:
     """Nobody runs; the pinned prefixes are stored."""
     sequences, prefixes = work.output_Y.shape[0], work.prefix_tokens_X.shape[0]
-    table = tables.create(
+    table = block_table.create(
         rows=sequences + prefixes,
         blocks=blocks,
         block_size=block_size,
         blocks_per_row=blocks_per_row,
     )
     tokens_B = jnp.concatenate([jnp.zeros(sequences, jnp.int32), work.prefix_tokens_X])
-    table, _, fits = tables.reserve(table, tokens_B)
+    table, _, fits = block_table.reserve(table, tokens_B)
     nobody_R = jnp.zeros(work.bound, bool)
     return Serving(table, nobody_R, jnp.zeros(work.bound, jnp.int32), fits, jnp.int32(0))
 
@@ -72,13 +72,13 @@ def advance(
     plan = schedule(
         _count(state, work, live_RF, layout.need, step),
         limits,
-        freed_by=(lambda marked_R: tables.freed_by(table, _rows(work, marked_R)))
+        freed_by=(lambda marked_R: block_table.freed_by(table, _rows(work, marked_R)))
         if shares
         else None,
     )
-    state = _release(state, _rows(work, plan.preempt_R))
+    state = _release(state, _pad(state, live_RF & plan.preempt_R[:, None], False))
     state = _store(state, work, plan, live_RF, parent_R, shared_R)
-    ledger = ledgers.of_paged(
+    ledger = block_table.ledger(
         state.table,
         _final(work, state.generated_R),
         pool_slots=pool_slots,
@@ -127,11 +127,12 @@ def _count(
     tail_Y = jnp.where(partial_Y, tail_Y, table.pool.none)
     joint_Y = table.pool.refcount_N.at[tail_Y].get(mode="fill", fill_value=0) > 1
     per_request = (-1, work.samples)
+    real_R = jnp.arange(work.bound) < work.count
     grows_R = ((length_Y > 0) & ~partial_Y).reshape(per_request).sum(axis=1)
     copies_R = jnp.maximum(joint_Y.reshape(per_request).sum(axis=1) - 1, 0)
     return Counts(
         running_R=state.running_R,
-        waiting_R=~state.running_R & live_RF.any(axis=1) & (work.arrival_R <= step),
+        waiting_R=real_R & ~state.running_R & live_RF.any(axis=1) & (work.arrival_R <= step),
         demand_R=grows_R + copies_R,
         private_R=held_Y.reshape(per_request).sum(axis=1),
         need_R=need_R,
@@ -193,19 +194,19 @@ def _fork(
     rows = state.table.length_B.shape[0]
     parent_RF = jnp.where(marked_RF, parent_R[:, None], rows)
     tokens_RF = jnp.where(marked_RF, tokens_R[:, None], 0)
-    table, fits = tables.fork(state.table, _pad(state, parent_RF, rows), _pad(state, tokens_RF, 0))
+    parent_B, tokens_B = _pad(state, parent_RF, rows), _pad(state, tokens_RF, 0)
+    table, fits = block_table.fork(state.table, parent_B, tokens_B)
     return state.replace(table=table, fits=state.fits & fits)
 
 
 def _reserve(state: Serving, tokens_RF: jax.Array) -> Serving:
-    table, copies, fits = tables.reserve(state.table, _pad(state, tokens_RF, 0))
+    table, copies, fits = block_table.reserve(state.table, _pad(state, tokens_RF, 0))
     made = (copies.target_C < table.pool.none).sum(dtype=jnp.int32)
     return state.replace(table=table, fits=state.fits & fits, copies=state.copies + made)
 
 
 def _release(state: Serving, marked_B: jax.Array) -> Serving:
-    """Releases those of the marked rows that hold anything."""
-    table, valid = tables.release(state.table, marked_B & (state.table.length_B > 0))
+    table, valid = block_table.release(state.table, marked_B)
     return state.replace(table=table, fits=state.fits & valid)
 
 

@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from paged_jax.config import MOST
 from pallas_kernels import dims
 
 
@@ -43,6 +44,8 @@ class Requests:
         has_donor_R = self.donor_R != sizes.R
         _demand("prompt_R", self.prompt_R >= 1, "at least 1 token")
         _demand("output_RF", (self.output_RF >= 1).all(axis=1), "at least 1 token a sample")
+        total_R = self.prompt_R.astype(np.int64) + self.output_RF.max(axis=1, initial=0)
+        _demand("output_RF", total_R < MOST, f"prompt and output below {MOST} tokens")
         _demand("arrival_R", np.diff(self.arrival_R, prepend=0) >= 0, "arrivals in order, from 0")
         _demand("prefix_tokens_X", self.prefix_tokens_X >= 1, "at least 1 token")
         _demand("prefix_R", (self.prefix_R >= 0) & (self.prefix_R <= sizes.X), "a prefix, or none")

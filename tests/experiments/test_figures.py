@@ -58,7 +58,7 @@ def sweep(
     out: Path,
     *,
     workloads: Sequence[str] = ("sharegpt", "alpaca"),
-    names: Sequence[str] = tuple(reversed(figures.ALLOCATORS)),
+    names: Sequence[str] = tuple(reversed(figures.LOOKS)),
     sizes: Sequence[object] = (64, 1, 16),
     sharing: Sequence[str] = ("1.0", "0", "0.25"),
     pools: Sequence[int] = (15744,),
@@ -332,7 +332,7 @@ def test_wrong_rows_raise_in_one_line_and_draw_nothing(
 
 
 def test_every_allocator_has_its_look() -> None:
-    assert list(figures.ALLOCATORS) == list(allocators.ALLOCATORS)
+    assert list(figures.LOOKS) == list(allocators.ALLOCATORS)
 
 
 def test_import_loads_no_matplotlib_and_drawing_no_pyplot(folder: Path) -> None:

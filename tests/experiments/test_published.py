@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from configs import published, sweeps
+from configs.pools import OPT_13B
 from experiments.published import figures
+from paged_jax.config import PoolConfig
+from paged_jax.memory.allocators import ALLOCATORS
+from paged_jax.serving.simulator import simulate
+from paged_jax.workload import Workload, draw, lengths
 
 # Largest distance from the published value, by label: points of a per cent, or relative.
 FIGURE_2 = {"token": 2.0, "external": 1.2}
@@ -55,3 +62,28 @@ def test_block_sizes(compared):
             assert abs(ours - before) <= REGRESSION, (workload, label)
     paged_16 = next(rows for title, rows in compared.items() if "18b: sharegpt" in title)
     assert paged_16["block size 16"][0] >= 95.5
+
+
+def test_wrong_settings_are_outside_the_distances():
+    """Positive controls: another reading of Pow2, and samples that end apart."""
+    config = PoolConfig(pool_slots=OPT_13B.pool_slots, block_size=16)
+    requests = draw(Workload(law=lengths.sharegpt(), max_length=2048), seed=0, count=8_192)
+    total_RF = requests.prompt_R[:, None] + requests.output_RF
+    doubled = dataclasses.replace(  # reserves the power of two of prompt and output together
+        requests, output_RF=2 ** np.ceil(np.log2(total_RF)).astype(int) - requests.prompt_R[:, None]
+    )
+    result = simulate(doubled, ALLOCATORS["orca_oracle"], config, steps=30_000, warmup_steps=3_000)
+    lost = sum(result.mean(name) for name in ("round_up", "stranded", "short"))
+    external = 100 * lost / config.pool_slots
+    assert abs(external - published.FIGURE_2["orca_pow2"][1]) > 10 * FIGURE_2["external"]
+
+    own = Workload(law=lengths.alpaca(), max_length=2048, samples=2, sample_lengths="own")
+    result = simulate(
+        draw(own, seed=0, count=2**17),
+        ALLOCATORS["paged"],
+        config,
+        steps=20_000,
+        warmup_steps=3_000,
+    )
+    saving = 100 * (1 - result.sums["used"] / result.sums["entries"])
+    assert abs(saving - published.FIGURE_15[2]) > 2 * FIGURE_15

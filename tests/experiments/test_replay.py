@@ -29,7 +29,7 @@ ORACLES = [
     ("alpaca_10000_backlog", 2000, 16, 0.0, 2434),
     ("alpaca_10000_backlog", 5000, 16, 0.0, 1283),
 ]
-BOUNDS = Bounds(requests=10_000, output=2_048, blocks=5_000, block_size=64)
+BOUNDS = Bounds(requests=10_000, output=2_048, blocks=5_000, block_size=64, slots=1)
 
 
 @pytest.fixture(scope="module")

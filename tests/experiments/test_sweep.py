@@ -118,6 +118,7 @@ def test_wrong_choices_are_named(tmp_path):
     assert fails(sweep("--workloads=trace", out), "--trace=FILE")
     assert fails(sweep("--sharing=1.5", out), "--sharing", "0.0 to 1.0")
     assert fails(sweep("--arrivals=trace", out), "arrivals")
+    assert fails(sweep(*TINY, "--samples=4", "--max_rows=2", out), "4 samples", "2 rows")
 
 
 def test_a_real_trace_with_its_own_arrivals(shared_data, tmp_path):
@@ -136,30 +137,33 @@ def test_a_real_trace_with_its_own_arrivals(shared_data, tmp_path):
     assert values["paged", "running_mean"] > 0
 
 
-def test_requests_never_run_out():
-    """A guess that is far too small is doubled until the last step."""
+def test_requests_that_run_out_are_doubled(monkeypatch):
     settings = cells.Settings(
-        workloads={
-            "fixed": Workload(
-                law=lengths.Pair(prompt=lengths.Fixed(tokens=3), output=lengths.Fixed(tokens=2)),
-                max_length=8,
-            )
-        },
-        allocators=("paged",),
-        block_sizes=(1,),
+        workloads={"alpaca": Workload(law=lengths.alpaca(), max_length=2048)},
+        allocators=("orca_oracle", "paged"),
+        block_sizes=(1, 16),
         sharing=(0.0,),
-        pool_slots=(64,),
+        pool_slots=(2048,),
         seeds=1,
         steps=400,
         warmup_steps=0,
     )
     (group,) = settings.groups()
-    needed = cells.requests_of(settings, group).count
-    wanted = set(settings.cells())
-    bounds = cells.bounds_of(settings)
-    ((_, values),) = cells.run_group(settings, group, wanted, bounds)
-    assert values["steps"] == 400
-    assert values["finished"] < needed
+    wanted, bounds = set(settings.cells()), cells.bounds_of(settings)
+    enough = dict(cells.run_group(settings, group, wanted, bounds))
+    counts = []
+
+    def requests_of(settings, group, count, draw=cells.requests_of):
+        counts.append(count)
+        return draw(settings, group, count)
+
+    monkeypatch.setattr(cells, "requests_of", requests_of)
+    monkeypatch.setattr(cells, "count_needed", lambda settings, group: 5)
+    doubled = dict(cells.run_group(settings, group, wanted, bounds))
+    assert counts == [5 * 2**n for n in range(len(counts))]
+    assert len(counts) > 3
+    for cell, values in enough.items():
+        assert {**doubled[cell], "cut": values["cut"]} == values
 
 
 def test_summary_prints_means_and_spread():

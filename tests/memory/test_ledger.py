@@ -97,7 +97,7 @@ class Cases:
 
         def account(case: tuple) -> ledgers.Ledger:
             state, final_B, short = case
-            return ledgers.of_paged(state, final_B, pool_slots=self.pool_slots, short=short)
+            return tables.ledger(state, final_B, pool_slots=self.pool_slots, short=short)
 
         ledger = jax.jit(lambda *cases: jax.lax.map(account, cases))(
             stacked, finals, jnp.array(self.shorts)
@@ -165,7 +165,7 @@ def test_categories_are_the_fields():
 def test_a_shared_partial_block_is_its_longest_holders():
     """Row 0 holds 6 of 8 slots and is done; row 1 shares 5 of them, and will store 7 in the end."""
     final_B = counts([6, 7, 0, 0, 0])
-    account = jax.jit(lambda state: ledgers.of_paged(state, final_B, pool_slots=BLOCKS * 4))
+    account = jax.jit(lambda state: tables.ledger(state, final_B, pool_slots=BLOCKS * 4))
     lists = PagedLists(rows=ROWS, blocks=BLOCKS, block_size=4, blocks_per_row=CELLS)
     lists.reserve([6, 0, 0, 0, 0])
     lists.fork({1: (0, 5)})

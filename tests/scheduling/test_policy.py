@@ -38,8 +38,8 @@ def test_limits_by_default_limit_nothing():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rows": 0}, "rows: expected at least 1, got 0"),
-        ({"rows": -1}, "rows: expected at least 1, got -1"),
+        ({"rows": 0}, "rows: expected 1 to 1073741824, got 0"),
+        ({"rows": -1}, "rows: expected 1 to 1073741824, got -1"),
         ({"watermark": 1.0}, "watermark: expected a fraction .* got 1.0"),
         ({"watermark": -0.1}, "watermark: expected a fraction .* got -0.1"),
         ({"watermark": math.nan}, "watermark: expected a fraction .* got nan"),

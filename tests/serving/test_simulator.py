@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 from paged_jax.config import Bounds, PoolConfig
 from paged_jax.memory import ledger
-from paged_jax.memory.allocators import ALLOCATORS, Contiguous
+from paged_jax.memory.allocators import ALLOCATORS, Reserving
 from paged_jax.scheduling import policy
 from paged_jax.serving import simulator
 from paged_jax.workload import arrays
@@ -45,7 +46,7 @@ SERIES = (*ledger.CATEGORIES, "rows")
 @pytest.mark.parametrize("name", BASELINES)
 def test_contiguous_serving_equals_its_definition(name, samples):
     allocator = ALLOCATORS[name]
-    assert isinstance(allocator, Contiguous)
+    assert isinstance(allocator, Reserving)
     model = FirstFitModel if name.startswith("first_fit") else BuddyModel
     refusals = set()
     for seed in range(3):
@@ -58,7 +59,7 @@ def test_contiguous_serving_equals_its_definition(name, samples):
                 config,
                 steps=400,
                 series=SERIES,
-                bounds=Bounds(requests=20, output=32, blocks=1, block_size=1),
+                bounds=Bounds(requests=20, output=32, blocks=1, block_size=1, slots=400),
             )
             serving = ChunkServing(requests, allocator.promise, model, pool_slots, max_length=40)
             expected = [serving.step() for _ in range(result.steps)]
@@ -122,7 +123,7 @@ def test_padding_and_bounds_change_nothing():
     config = PoolConfig(pool_slots=150, block_size=4)
     results = [
         simulator.simulate(requests, ALLOCATORS["paged"], config, steps=400, bounds=bounds)
-        for bounds in (None, Bounds(requests=64, output=50, blocks=99, block_size=7))
+        for bounds in (None, Bounds(requests=64, output=50, blocks=99, block_size=7, slots=1))
     ]
     assert results[0].sums == results[1].sums
     assert results[0].steps == results[1].steps < 400
@@ -161,13 +162,57 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(name, pool_slots,
         simulator.simulate(requests, ALLOCATORS[name], config, steps=9)
 
 
-def test_one_program_serves_all_block_sizes_and_pools():
-    requests = random_requests(5, 20)
-    bounds = Bounds(requests=20, output=33, blocks=150, block_size=16)
+@pytest.mark.parametrize("name", ["paged", "orca_pow2", "first_fit_oracle"])
+def test_one_program_serves_all_block_sizes_and_pools(name):
+    bounds = Bounds(requests=20, output=33, blocks=150, block_size=16, slots=151)
     with count_compilations() as compilations:
-        for block_size in (1, 3, 16):
-            for pool_slots in (100, 150):
-                config = PoolConfig(pool_slots=pool_slots, block_size=block_size)
-                simulator.simulate(requests, ALLOCATORS["paged"], config, steps=50, bounds=bounds)
+        for seed in (5, 6):
+            requests = random_requests(seed, 20)
+            for block_size in (1, 3, 16):
+                for pool_slots in (100, 150):
+                    config = PoolConfig(pool_slots=pool_slots, block_size=block_size, max_length=64)
+                    simulator.simulate(requests, ALLOCATORS[name], config, steps=50, bounds=bounds)
     assert compilations.count("jit(run)") == 1
-    assert compilations.count("jit(create)") == 1
+    assert compilations.count("jit(create)") == (name == "paged")
+
+
+@pytest.mark.parametrize("bound", ["requests", "output", "blocks", "block_size", "slots"])
+def test_bounds_that_are_too_small_are_refused(bound):
+    requests = random_requests(0, 20)
+    config = PoolConfig(pool_slots=60, block_size=4)
+    bounds = simulator.bounds_of(requests, config)
+    need = getattr(bounds, bound)
+    small = dataclasses.replace(bounds, **{bound: need - 1})
+    allocator = ALLOCATORS["first_fit_oracle" if bound == "slots" else "paged"]
+    with pytest.raises(ValueError, match=rf"bounds.{bound}: expected at least {need}, got"):
+        simulator.simulate(requests, allocator, config, steps=9, bounds=small)
+
+
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(0, 5), (-3, 0), (5, -1), (2**30 - 5, 5)])
+def test_times_out_of_range_are_refused(steps, warmup_steps):
+    config = PoolConfig(pool_slots=60, block_size=4)
+    with pytest.raises(ValueError, match="steps: expected 1 to"):
+        simulator.simulate(
+            random_requests(0, 9),
+            ALLOCATORS["paged"],
+            config,
+            steps=steps,
+            warmup_steps=warmup_steps,
+        )
+
+
+def test_more_samples_than_rows_are_refused():
+    requests = random_requests(0, 9, samples=3)
+    config = PoolConfig(pool_slots=200, block_size=4)
+    with pytest.raises(simulator.NeverFitsError, match="3 samples, at most 2 rows"):
+        simulator.simulate(
+            requests, ALLOCATORS["paged"], config, steps=9, limits=policy.limits(rows=2)
+        )
+
+
+@pytest.mark.parametrize("name", ["paged", "orca_oracle"])
+def test_64_bit_mode_changes_nothing(name):
+    requests, config = random_requests(1, 12, samples=2), PoolConfig(pool_slots=200, max_length=64)
+    before = simulator.simulate(requests, ALLOCATORS[name], config, steps=99)
+    with jax.enable_x64(True):
+        assert simulator.simulate(requests, ALLOCATORS[name], config, steps=99).sums == before.sums
