@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.memory import buddy
+from paged_jax.memory.ledger import Ledger
 from pallas_kernels import dims
 
 KINDS = ("max", "pow2", "oracle")
@@ -175,6 +176,38 @@ def release(state: Contiguous, released_B: jax.Array) -> tuple[Contiguous, jax.A
         length_B=jnp.where(released_B, 0, state.length_B),
     )
     return state, valid
+
+
+def ledger(
+    state: Contiguous,
+    final_B: jax.Array,
+    *,
+    short: jax.Array | bool = False,
+    stranded: jax.Array | bool = False,
+) -> Ledger:
+    """The ledger of this moment.
+
+    Args:
+      state: the rows and their pool.
+      final_B: i32, tokens that each row will hold in the end.
+      short: whether the queue's head was refused for want of free slots.
+      stranded: whether it was refused although enough slots are free in all.
+    """
+    dims(final_B=final_B, length_B=state.length_B)
+    unallocated = state.allocator.free_slots(state.chunks)
+    token, promised = (x_B.sum(dtype=jnp.int32) for x_B in (state.length_B, state.promised_B))
+    internal = jnp.maximum(state.promised_B - final_B, 0).sum(dtype=jnp.int32)
+    zero = jnp.zeros_like(unallocated)
+    return Ledger(
+        token=token,
+        reserved=promised - internal - token,
+        internal=internal,
+        round_up=state.chunks.pool_slots - unallocated - promised,
+        stranded=jnp.where(stranded, unallocated, zero),
+        short=jnp.where(short, unallocated, zero),
+        cached=zero,
+        free=jnp.where(jnp.asarray(short) | stranded, zero, unallocated),
+    )
 
 
 def faults(state: Contiguous) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import types
 
@@ -232,3 +233,23 @@ def test_long_prompts_cost_all_baselines_the_same():
 def test_create_refuses():
     with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
         contiguous.create(allocator=buddy, rows=0, pool_slots=8)
+
+
+@pytest.mark.parametrize(
+    ("allocator", "round_up"), [(buddy, 64 - 40 + 16 - 12), (first_fit, 0)], ids=["buddy", "first"]
+)
+def test_ledger_by_hand(allocator, round_up):
+    """Chunks for promises of 40 and 12: 7 and 12 tokens stored, 25 and 12 in the end."""
+    state = contiguous.create(allocator=allocator, rows=3, pool_slots=100)
+    promise_B = jnp.array([40, 12, 0], jnp.int32)
+    state, fits = contiguous.reserve(state, jnp.array([7, 12, 0], jnp.int32), promise_B)
+    assert fits
+    final_B = jnp.array([25, 12, 0], jnp.int32)
+    free = 100 - 40 - 12 - round_up
+    expected = {"token": 19, "reserved": 25 - 7, "internal": 40 - 25, "round_up": round_up}
+    for reason in ("free", "short", "stranded"):
+        reasons = {name: name == reason for name in ("short", "stranded")}
+        ledger = dataclasses.asdict(contiguous.ledger(state, final_B, **reasons))
+        wanted = {name: 0 for name in ledger} | expected | {reason: free}
+        assert {name: int(slots) for name, slots in ledger.items()} == wanted
+        assert sum(wanted.values()) == 100
