@@ -6,6 +6,7 @@ other exception is a fault of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -20,6 +21,9 @@ def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> 
     Flags are defined here and not on import: experiments import each other.
     """
     define_flags()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a sign still gets the rest
 
     logging.getLogger("jax").setLevel(logging.WARNING)  # it logs every back end it does not find
 

@@ -17,7 +17,7 @@ from absl import flags
 
 from configs import published, sweeps
 from configs.pools import OPT_13B
-from experiments import cells, command
+from experiments import cells, command, plan
 from paged_jax.measure import environment, results, statistics
 from paged_jax.workload import Workload, lengths
 
@@ -102,7 +102,7 @@ def _run(
     samples: int = 1,
 ) -> _Rows:
     law = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
-    settings = cells.Settings(
+    settings = plan.Settings(
         workloads={workload: law},
         allocators=allocators,
         block_sizes=block_sizes,
@@ -115,7 +115,7 @@ def _run(
     )
     table = results.Table.open(
         f"{out}/{folder}",
-        factors=cells.FACTORS,
+        factors=plan.FACTORS,
         metrics=settings.metrics(),
         cells=settings.cells(),
         run=environment.describe({"steps": steps, "samples": samples}, range(seeds)),

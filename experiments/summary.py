@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.cells import NO_BLOCKS
+from experiments.plan import NO_BLOCKS
 from paged_jax.measure import statistics
 
 # Metric, heading, factor, decimals.
@@ -16,8 +16,9 @@ _WASTE = (
     ("external_fraction", "external %", 100, 2),
     ("fragmented_fraction", "fragmented %", 100, 2),
     ("running_mean", "running", 1, 2),
+    ("sharing_saving", "saved %", 100, 2),
     ("preemptions", "preemptions", 1, 0),
-    ("copies", "copies", 1, 0),
+    ("finished", "finished", 1, 0),
 )
 _SHARING = (
     ("token_fraction", "token %", 100, 2),

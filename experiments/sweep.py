@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from configs import pools, sweeps
-from experiments import cells, command, figures, summary, workloads
+from experiments import cells, command, figures, plan, summary, workloads
 from paged_jax.config import MOST
 from paged_jax.measure import environment, results
 from paged_jax.memory.allocators import ALLOCATORS
@@ -28,6 +28,7 @@ MOST_STEPS = 10**7  # requests are drawn up front, for as many steps
 def define_flags() -> None:
     """The flags of this command."""
     workloads.define_flags()
+    flags.adopt_module_key_flags(workloads)
     flags.DEFINE_list("workloads", list(sweeps.WORKLOADS), f"of {', '.join(workloads.NAMES)}")
     flags.DEFINE_list("allocators", list(ALLOCATORS), f"of {', '.join(ALLOCATORS)}")
     flags.DEFINE_list(
@@ -58,9 +59,10 @@ def define_flags() -> None:
 
 def main(_: list[str]) -> None:
     settings = _settings()
+    cells.check(settings)
     table = results.Table.open(
         FLAGS.out,
-        factors=cells.FACTORS,
+        factors=plan.FACTORS,
         metrics=settings.metrics(),
         cells=settings.cells(),
         run=environment.describe(_deciding_flags(), range(settings.seeds)),
@@ -68,26 +70,32 @@ def main(_: list[str]) -> None:
     )
     with table:
         cells.run(settings, table)
-    rows = results.read(FLAGS.out)
-    print(summary.text(rows))
-    for path in figures.draw(FLAGS.out):
+    drawn = figures.draw(FLAGS.out)
+    print(summary.text(results.read(FLAGS.out)))
+    for path in drawn:
         print(path)
 
 
-def _settings() -> cells.Settings:
-    chosen = workloads.from_flags(command.choices("workloads", FLAGS.workloads, workloads.NAMES))
+def _settings() -> plan.Settings:
+    names = command.choices("workloads", FLAGS.workloads, workloads.NAMES)
     sharing = command.numbers("sharing", FLAGS.sharing, float, low=0.0, high=1.0)
-    if chosen.replayed is not None and (sharing != (0.0,) or FLAGS.seeds != 1):
-        raise ValueError("arrivals: a replayed trace is what it is: give --sharing=0 --seeds=1")
-    return cells.Settings(
+    chosen = workloads.from_flags(names, shares=max(sharing) > 0)
+    replays = chosen.replayed is not None
+    if replays and (sharing != (0.0,) or FLAGS.seeds != 1):
+        raise ValueError("--arrivals: a replayed trace is what it is: give --sharing=0 --seeds=1")
+    pool_slots = command.numbers("pool_slots", FLAGS.pool_slots, int, low=1, high=MOST - 1)
+    return plan.Settings(
         workloads=chosen.workloads,
         allocators=command.choices("allocators", FLAGS.allocators, ALLOCATORS),
-        block_sizes=command.numbers("block_sizes", FLAGS.block_sizes, int, low=1),
+        block_sizes=command.numbers(
+            "block_sizes", FLAGS.block_sizes, int, low=1, high=min(pool_slots)
+        ),
         sharing=sharing,
-        pool_slots=command.numbers("pool_slots", FLAGS.pool_slots, int, low=1),
+        pool_slots=pool_slots,
         seeds=FLAGS.seeds,
-        steps=FLAGS.steps,
-        warmup_steps=FLAGS.warmup_steps,
+        # A replayed trace is served to its end, and from its beginning, unless flags say otherwise.
+        steps=MOST_STEPS if replays and not FLAGS["steps"].present else FLAGS.steps,
+        warmup_steps=(0 if replays and not FLAGS["warmup_steps"].present else FLAGS.warmup_steps),
         watermark=FLAGS.watermark,
         max_rows=FLAGS.max_rows,
         replayed=chosen.replayed,

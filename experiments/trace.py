@@ -20,6 +20,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this command."""
     workloads.define_trace_flags()
+    flags.adopt_module_key_flags(workloads)
     flags.mark_flag_as_required("trace")
     flags.DEFINE_integer(
         "block_size",

@@ -9,22 +9,24 @@ from absl import flags
 
 from configs import pools, sweeps
 from experiments import command
+from paged_jax.config import MOST
 from paged_jax.workload import Trace, Workload, arrivals, lengths, read_trace, servegen
 
 NAMES = ("sharegpt", "alpaca", "lognormal", "uniform", "zipf", "fixed", "trace")
 
 
 FLAGS = flags.FLAGS
+MOST_TOKENS = 2**24  # of a prompt or an output that flags ask for
 
 
 def define_flags() -> None:
     """The flags of this command."""
     define_trace_flags()
     flags.DEFINE_integer(
-        "prompt_tokens", 161, "prompts of lognormal (median), uniform (mean), fixed", lower_bound=1
+        "prompt_tokens", 161, "prompts of lognormal (median), uniform (mean), fixed", 1, MOST_TOKENS
     )
     flags.DEFINE_integer(
-        "output_tokens", 338, "outputs of lognormal (median), uniform (mean), fixed", lower_bound=1
+        "output_tokens", 338, "outputs of lognormal (median), uniform (mean), fixed", 1, MOST_TOKENS
     )
     flags.DEFINE_float("sigma", 1.0, "sd of the logarithm of lognormal lengths", lower_bound=0)
     flags.DEFINE_float("zipf_exponent", 1.0, "of zipf lengths, from 1 to half max_length")
@@ -88,19 +90,19 @@ class Chosen:
     step_seconds: float | None
 
 
-def from_flags(names: Sequence[str]) -> Chosen:
-    """The named workloads as the flags shape them; ``ValueError`` for flags that do not go."""
-    if ("trace" in names) != (FLAGS.trace is not None):
-        raise ValueError("trace: --workloads=trace and --trace=FILE go together")
-    trace = open_trace(FLAGS.trace) if FLAGS.trace else None
+def from_flags(names: Sequence[str], *, shares: bool) -> Chosen:
+    """The named workloads as the flags shape them; ``ValueError`` for flags that do not go.
+
+    ``shares``: whether any request begins with a common prefix.
+    """
     replays = FLAGS.arrivals == "trace"
-    if replays and list(names) != ["trace"]:
-        raise ValueError("arrivals: trace needs --workloads=trace alone")
-    if replays and FLAGS.samples != 1:
-        raise ValueError("samples: a replayed trace has 1 a request")
-    if FLAGS.step_seconds is not None and not replays:
-        raise ValueError("step_seconds: needs --arrivals=trace")
-    prefix_tokens = command.numbers("prefix_tokens", FLAGS.prefix_tokens, int, low=1)
+    _demand_consistent(names, replays=replays)
+    trace = open_trace(FLAGS.trace) if FLAGS.trace is not None else None
+    prefix_tokens = (
+        command.numbers("prefix_tokens", FLAGS.prefix_tokens, int, low=1, high=MOST - 1)
+        if shares
+        else ()
+    )
     return Chosen(
         workloads={
             name: Workload(
@@ -117,6 +119,21 @@ def from_flags(names: Sequence[str]) -> Chosen:
         replayed=trace if replays else None,
         step_seconds=FLAGS.step_seconds,
     )
+
+
+def _demand_consistent(names: Sequence[str], *, replays: bool) -> None:
+    """Refuses flags that would have no effect."""
+    if ("trace" in names) != (FLAGS.trace is not None):
+        raise ValueError("--trace: --workloads=trace and --trace=FILE go together")
+    if replays and list(names) != ["trace"]:
+        raise ValueError("--arrivals: trace needs --workloads=trace alone")
+    gaps = {"poisson": ("rate",), "gamma": ("rate", "cv"), "weibull": ("rate", "cv")}
+    idle = {name for name in ("rate", "cv") if name not in gaps.get(FLAGS.arrivals, ())}
+    idle |= {"correlation", "samples", "sample_lengths", "prefix_tokens"} if replays else set()
+    idle |= set() if replays else {"step_seconds"}
+    for name in sorted(idle):
+        if FLAGS[name].present:
+            raise ValueError(f"--{name}: has no effect with --arrivals={FLAGS.arrivals}")
 
 
 def _law(name: str, trace: Trace | None) -> lengths.Law:

@@ -11,6 +11,7 @@ run that differs from it in anything may not add rows. Cost: one sync a cell.
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import numbers
 import os
@@ -35,8 +36,10 @@ class Table:
         plan: dict[str, int],
         finished: set[str],
         created: list[Path],
+        claim: int,
     ) -> None:
         self._path = path
+        self._claim = claim
         self._created = created
         self._layout = layout
         self._plan = plan
@@ -71,27 +74,19 @@ class Table:
                 raise ValueError(f"cells: {layout.name(layout.key(cell))} is planned twice")
         record = _plain({**run, **layout.record(), "cells": len(plan)})
         folder = Path(out)
-        rows_path, run_path = folder / ROWS, folder / RUN
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is not a folder: take another --out")
-        data = rows_path.read_bytes() if rows_path.exists() else b""
-        if rows_path.exists() and not resume:
-            either = "" if resume is None else "continue it with --resume or "
-            raise ValueError(f"{rows_path} exists: {either}take another --out")
-        if rows_path.exists() or (resume and run_path.exists()):
-            _demand_same(_read_run(run_path), record, run_path)
-        groups, whole_bytes = layout.split(data, rows_path)
-        for key in groups:
-            if key not in plan:
-                raise ValueError(f"{rows_path}: {layout.name(key)} is no cell of this run")
-        created = [path for path in (rows_path, run_path, folder) if not path.exists()]
+        created = [path for path in (folder / ROWS, folder / RUN, folder) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(run_path, (json.dumps(record, indent=2) + "\n").encode())
-        if whole_bytes == 0:
-            _replace(rows_path, layout.header)
-        elif whole_bytes < len(data):
-            os.truncate(rows_path, whole_bytes)
-        return cls(rows_path, layout, plan, set(groups), created)
+        claim = _claim(folder)
+        try:
+            finished = _begin(folder, layout, plan, record, resume)
+        except BaseException:
+            os.close(claim)
+            if folder in created:
+                folder.rmdir()
+            raise
+        return cls(folder / ROWS, layout, plan, finished, created, claim)
 
     def __contains__(self, cell: Cell) -> bool:
         """Whether the rows of ``cell`` are in the file."""
@@ -124,14 +119,16 @@ class Table:
     def close(self) -> None:
         """Closes the file and, when every planned cell is there, sorts it into the plan's order."""
         with self._lock:
-            self._file.close()
-            if len(self._finished) < len(self._plan):
+            if self._file.closed:
                 return
-            data = self._path.read_bytes()
-            groups, _ = self._layout.split(data, self._path)
-            ordered = self._layout.header + b"".join(groups[key] for key in self._plan)
-            if ordered != data:
-                _replace(self._path, ordered)
+            self._file.close()
+            if len(self._finished) == len(self._plan):
+                data = self._path.read_bytes()
+                groups, _ = self._layout.split(data, self._path)
+                ordered = self._layout.header + b"".join(groups[key] for key in self._plan)
+                if ordered != data:
+                    _replace(self._path, ordered)
+            os.close(self._claim)
 
     def __enter__(self) -> Self:
         return self
@@ -238,6 +235,45 @@ class _Layout:
             return key if self.rows(key, values) == group else None
         except (ValueError, IndexError):
             return None
+
+
+def _claim(folder: Path) -> int:
+    """A descriptor that holds the folder for this process; the system lets go of a dead one's."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{folder}: another run is writing there: take another --out") from None
+    return descriptor
+
+
+def _begin(
+    folder: Path,
+    layout: _Layout,
+    plan: Mapping[str, int],
+    record: Mapping[str, Any],
+    resume: bool | None,
+) -> set[str]:
+    """The finished cells of ``folder``, once it is sure that they may be continued, or not be."""
+    rows_path, run_path = folder / ROWS, folder / RUN
+    data = rows_path.read_bytes() if rows_path.exists() else b""
+    holds_cells = len(data) > len(layout.header)
+    if holds_cells and not resume:
+        either = "" if resume is None else "continue it with --resume or "
+        raise ValueError(f"{rows_path} exists: {either}take another --out")
+    if holds_cells or (resume and run_path.exists()):
+        _demand_same(_read_run(run_path), record, run_path)
+    groups, whole_bytes = layout.split(data, rows_path)
+    for key in groups:
+        if key not in plan:
+            raise ValueError(f"{rows_path}: {layout.name(key)} is no cell of this run")
+    _replace(run_path, (json.dumps(record, indent=2) + "\n").encode())
+    if whole_bytes == 0:
+        _replace(rows_path, layout.header)
+    elif whole_bytes < len(data):
+        os.truncate(rows_path, whole_bytes)
+    return set(groups)
 
 
 def _field(value: object) -> str:

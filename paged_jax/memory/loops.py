@@ -34,3 +34,20 @@ def repeat[State](
     if isinstance(count, int) and count <= 1:
         return change(jnp.int32(0), state) if count else state
     return lax.fori_loop(0, count, change, state)
+
+
+def repeat_where[State](
+    count: int,
+    condition: Callable[[jax.Array], jax.Array],
+    change: Callable[[jax.Array, State], State],
+    state: State,
+) -> State:
+    """``change(i, state)`` for those i < ``count`` for which ``condition(i)`` holds, at least one.
+
+    A count of 1 leaves no choice, and no condition in the program.
+    """
+    if count == 1:
+        return change(jnp.int32(0), state)
+    return repeat(
+        count, lambda i, state: when(condition(i), lambda state: change(i, state), state), state
+    )

@@ -24,7 +24,7 @@ from paged_jax.memory import linked_list as lists
 from paged_jax.memory import pool as pools
 from paged_jax.memory.layout import Layout, blocks_of, lay_out
 from paged_jax.memory.ledger import Ledger
-from paged_jax.memory.loops import fetch, repeat, when
+from paged_jax.memory.loops import fetch, repeat, repeat_where, when
 from paged_jax.memory.verbs import Holdings, Stay
 from paged_jax.workload.arrays import RequestArrays
 
@@ -147,11 +147,11 @@ def split(state: Paged, work: RequestArrays, request: jax.Array) -> Paged:
     prompt = work.prompt_R[request]
     filled = prompt % state.block_size
 
-    def own(f: jax.Array, state: Paged) -> Paged:
-        row = request * work.samples + f
-        return when(work.output_Y[row] > 1, lambda state: separate(state, row), state)
+    def runs(f: jax.Array) -> jax.Array:
+        return work.output_Y[request * work.samples + f] > 1
 
-    def separate(state: Paged, row: jax.Array) -> Paged:
+    def separate(f: jax.Array, state: Paged) -> Paged:
+        row = request * work.samples + f
         old, tail_Y = fetch(state.tail_Y, row)
         state = state.replace(tail_Y=tail_Y)
         left = work.output_Y[row] - 1
@@ -173,7 +173,7 @@ def split(state: Paged, work: RequestArrays, request: jax.Array) -> Paged:
             joint_R=state.joint_R.at[request].set(False),
             internal=state.internal - _joint_excess(state, work, request),
         )
-        return repeat(work.samples, own, state)
+        return repeat_where(work.samples, runs, separate, state)
 
     return when(state.joint_R[request], part, state)
 
@@ -195,23 +195,22 @@ def store(state: Paged, work: RequestArrays, stay: Stay) -> tuple[Paged, jax.Arr
     chains = block_chain.hold(state.chains, base_tail, holders)
     chains, joint_tail = block_chain.extend(chains, base_tail, plan.joint, holders)
 
+    def runs(f: jax.Array) -> jax.Array:
+        return work.output_Y[request * work.samples + f] > stay.generated
+
     def begin(f: jax.Array, state: Paged) -> Paged:
         row = request * work.samples + f
         left = work.output_Y[row] - 1 - stay.generated
+        chains, tail = block_chain.extend(state.chains, joint_tail, plan.own, 1)
+        return state.replace(
+            chains=chains,
+            tail_Y=state.tail_Y.at[row].set(jnp.where(fresh & (f > 0), none, tail)),
+            end_Y=state.end_Y.at[row].set(stay.step + left),
+            phase=lists.append(state.phase, state.tail_Y.shape[0] + phase, row),
+            internal=state.internal + jnp.where(plan.is_joint, 0, _excess(slack, left)),
+        )
 
-        def link(state: Paged) -> Paged:
-            chains, tail = block_chain.extend(state.chains, joint_tail, plan.own, 1)
-            return state.replace(
-                chains=chains,
-                tail_Y=state.tail_Y.at[row].set(jnp.where(fresh & (f > 0), none, tail)),
-                end_Y=state.end_Y.at[row].set(stay.step + left),
-                phase=lists.append(state.phase, state.tail_Y.shape[0] + phase, row),
-                internal=state.internal + jnp.where(plan.is_joint, 0, _excess(slack, left)),
-            )
-
-        return link(state) if work.samples == 1 else when(left >= 0, link, state)
-
-    state = repeat(work.samples, begin, state.replace(chains=chains))
+    state = repeat_where(work.samples, runs, begin, state.replace(chains=chains))
     blocks = plan.base + plan.joint + plan.own
     joint_slots = jnp.minimum((plan.base + plan.joint) * size, tokens)
     state = state.replace(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.memory import linked_list as lists
-from paged_jax.memory.loops import fetch, repeat, when
+from paged_jax.memory.loops import fetch, repeat_where, when
 from paged_jax.memory.verbs import Memory, Stay
 from paged_jax.scheduling import policy
 from paged_jax.workload.arrays import RequestArrays
@@ -181,17 +181,15 @@ def _start(queue: Queue, stay: Stay, rows: jax.Array, work: RequestArrays) -> Qu
     """The first waiting request, which is stored, begins to run."""
     request = stay.request
 
+    def runs(f: jax.Array) -> jax.Array:
+        return work.output_Y[request * work.samples + f] > stay.generated
+
     def begin(f: jax.Array, queue: Queue) -> Queue:
         row = request * work.samples + f
-        left = work.output_Y[row] - 1 - stay.generated
+        head = _ends_head(queue, work, stay.step + work.output_Y[row] - 1 - stay.generated)
+        return queue.replace(ends=lists.append(queue.ends, head, row))
 
-        def link(queue: Queue) -> Queue:
-            head = _ends_head(queue, work, stay.step + left)
-            return queue.replace(ends=lists.append(queue.ends, head, row))
-
-        return link(queue) if work.samples == 1 else when(left >= 0, link, queue)
-
-    queue = repeat(work.samples, begin, queue)
+    queue = repeat_where(work.samples, runs, begin, queue)
     return queue.replace(
         waiting=queue.order.next_Z[request],
         admitted_R=queue.admitted_R.at[request].set(stay.step),
@@ -227,19 +225,16 @@ def _preempt_youngest(
     generated = before + step - queue.admitted_R[request]
     tokens = work.prompt_R[request] + generated - 1
 
+    def runs(f: jax.Array) -> jax.Array:
+        return work.output_Y[request * work.samples + f] > generated
+
     def leave(f: jax.Array, carry: tuple[Queue, Any]) -> tuple[Queue, Any]:
+        queue, memory = carry
         row = request * work.samples + f
+        memory = verbs.release(memory, work, row, tokens, step - 1)
+        return queue.replace(ends=lists.remove(queue.ends, row)), memory
 
-        def drop(carry: tuple[Queue, Any]) -> tuple[Queue, Any]:
-            queue, memory = carry
-            memory = verbs.release(memory, work, row, tokens, step - 1)
-            return queue.replace(ends=lists.remove(queue.ends, row)), memory
-
-        if work.samples == 1:
-            return drop(carry)
-        return when(work.output_Y[row] > generated, drop, carry)
-
-    queue, memory = repeat(work.samples, leave, (queue, memory))
+    queue, memory = repeat_where(work.samples, runs, leave, (queue, memory))
     queue = queue.replace(
         waiting=request,
         generated_R=generated_R.at[request].set(generated),

@@ -51,11 +51,11 @@ class Gamma:
     """Gamma gaps of shape 1 / cv ** 2."""
 
     rate: float
-    cv: float
+    cv: float  # 0.05 to 50
 
     def __post_init__(self) -> None:
         _demand_positive("rate", self.rate)
-        _demand_positive("cv", self.cv)
+        _demand_cv(self.cv)
 
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
         gap_R = generator.standard_gamma(self.cv**-2, count) * self.cv**2
@@ -71,8 +71,7 @@ class Weibull:
 
     def __post_init__(self) -> None:
         _demand_positive("rate", self.rate)
-        if not 0.05 <= self.cv <= 50:
-            raise ValueError(f"cv: expected 0.05 to 50, got {self.cv}")
+        _demand_cv(self.cv)
 
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
         shape = weibull_shape(self.cv)
@@ -115,8 +114,16 @@ def weibull_shape(cv: float) -> float:
 
 def _steps(time_R: np.ndarray) -> np.ndarray:
     if len(time_R) and time_R[-1] > _LATEST:
-        raise ValueError(f"rate: the last arrival, {time_R[-1]:.3g}, is beyond step {_LATEST}")
+        raise ValueError(
+            f"arrivals: the last comes at step {time_R[-1]:.3g}, the latest possible is {_LATEST}:"
+            " raise the rate or the length of a step"
+        )
     return np.floor(time_R).astype(np.int32)
+
+
+def _demand_cv(cv: float) -> None:
+    if not 0.05 <= cv <= 50:
+        raise ValueError(f"cv: expected 0.05 to 50, got {cv}")
 
 
 def _demand_positive(name: str, value: float) -> None:

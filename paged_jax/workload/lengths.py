@@ -108,7 +108,7 @@ class Zipf:
 
     def __post_init__(self) -> None:
         _demand_support(self.low, self.high)
-        _demand(math.isfinite(self.exponent), f"exponent: expected a number, got {self.exponent}")
+        _demand(0 <= self.exponent <= 16, f"exponent: expected 0 to 16, got {self.exponent}")
 
     def quantile(self, level_RF: np.ndarray) -> np.ndarray:
         value_V = np.arange(self.low, self.high + 1)

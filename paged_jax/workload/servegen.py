@@ -21,6 +21,7 @@ from paged_jax.workload import columns, lengths
 from paged_jax.workload.trace import Trace
 
 WINDOW_SECONDS = 600
+MOST_RATE = 10_000  # requests a second of one client
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def is_clients(path: str) -> bool:
         return False
     try:
         first = next(iter(json.loads(text).values()), None)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and {"trace", "dataset"} <= set(first)
 
@@ -165,10 +166,10 @@ def _window(where: str, row: Any) -> Window:
     try:
         start, rate, _, pattern, shape, _ = row
         window = Window(start=int(start), rate=float(rate), pattern=pattern, shape=float(shape))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where}: {expected}, got {row}") from None
-    works = window.pattern in ("Gamma", "Weibull") and 0 < window.shape < math.inf
-    if not (window.rate == 0 or (0 < window.rate < math.inf and works)):
+    works = window.pattern in ("Gamma", "Weibull") and 0.01 <= window.shape <= 1e6
+    if not (window.rate == 0 or (0 < window.rate <= MOST_RATE and works)):
         raise ValueError(f"{where}: {expected}, got {row}")
     return window
 

@@ -16,6 +16,8 @@ from paged_jax.workload import arrivals, lengths, prefixes, requests, sharing
 from paged_jax.workload.requests import Requests
 from paged_jax.workload.trace import Trace
 
+TOKEN_IDS_BLOCK = 16  # shared prefixes of token ids are multiples of this
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -63,9 +65,10 @@ def replay(
     """The trace's requests in its own order, with its own arrivals and its own prefix sharing.
 
     Times in seconds need the length of a step; recorded steps are taken as they are; a trace
-    without arrivals is saturated. Donors come from prefix ids, where the trace has them (see
-    ``prefixes.donors``). ``max_length`` cuts as ``lengths.cut`` does. ``ValueError`` when
-    ``step_seconds`` is missing, or given to a trace without times.
+    without arrivals is saturated. Donors (see ``prefixes.donors``) come from prefix ids, where the
+    trace has them, or from token ids, ``TOKEN_IDS_BLOCK`` at a time. ``max_length`` cuts as
+    ``lengths.cut`` does. ``ValueError`` when ``step_seconds`` is missing, or given to a trace
+    without times.
     """
     timed = trace.arrival_seconds_R is not None
     if timed != (step_seconds is not None):
@@ -80,6 +83,8 @@ def replay(
         arrival_R = arrivals.in_steps(trace.arrival_seconds_R, step_seconds)
     replayed = requests.independent(prompt_R, output_RF, arrival_R)
     replayed = dataclasses.replace(replayed, cut_R=cut_R)
+    if trace.prompt_ids is not None:
+        trace = prefixes.from_tokens(trace, TOKEN_IDS_BLOCK)
     if trace.ids is None:
         return replayed
     donor_R, shared_R = prefixes.donors(trace)

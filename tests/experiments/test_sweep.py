@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from experiments import cells, summary
+from experiments import cells, plan, sources, summary
 from paged_jax.measure import results
 from paged_jax.workload import Workload, lengths
 
@@ -40,10 +40,10 @@ def test_rows_fractions_and_figures(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = results.read(out)
-    assert len({tuple(row[f] for f in cells.FACTORS) for row in rows}) == 2 * 2 * 2 * (5 + 2)
+    assert len({tuple(row[f] for f in plan.FACTORS) for row in rows}) == 2 * 2 * 2 * (5 + 2)
     values: dict[tuple, dict[str, float]] = {}
     for row in rows:
-        key = tuple(row[factor] for factor in cells.FACTORS)
+        key = tuple(row[factor] for factor in plan.FACTORS)
         values.setdefault(key, {})[row["metric"]] = row["value"]
         if row["unit"] == "of pool" and row["metric"] != "saved_fraction":
             assert 0 <= row["value"] <= 1
@@ -117,28 +117,48 @@ def test_wrong_choices_are_named(tmp_path):
     assert fails(sweep("--allocators=paged,slab", out), "slab", "first_fit_oracle")
     assert fails(sweep("--workloads=trace", out), "--trace=FILE")
     assert fails(sweep("--sharing=1.5", out), "--sharing", "0.0 to 1.0")
-    assert fails(sweep("--arrivals=trace", out), "arrivals")
-    assert fails(sweep(*TINY, "--samples=4", "--max_rows=2", out), "4 samples", "2 rows")
+    assert fails(sweep("--arrivals=trace", out), "--arrivals", "--workloads=trace")
+    assert fails(sweep("--rate=0.5", out), "--rate", "no effect", "saturated")
+    assert fails(sweep("--block_sizes=16", "--pool_slots=15", out), "--block_sizes", "1 to 15")
+    assert fails(
+        sweep(*TINY, "--allocators=paged", "--samples=4", "--max_rows=2", out),
+        "4 samples",
+        "2 rows",
+    )
 
 
 def test_a_real_trace_with_its_own_arrivals(shared_data, tmp_path):
     trace = shared_data("azure_llm_2023/AzureLLMInferenceTrace_conv.csv")
     done = sweep(
         *("--workloads=trace", f"--trace={trace}", "--arrivals=trace", "--step_seconds=0.02"),
-        *("--pool_slots=65536", "--sharing=0", "--seeds=1", "--steps=2000", "--block_sizes=16"),
+        *("--pool_slots=65536", "--sharing=0", "--seeds=1", "--block_sizes=16"),
         *("--allocators=first_fit_oracle,paged", f"--out={tmp_path / 'out'}"),
     )
     assert done.returncode == 0, done.stderr
     values = {
         (row["allocator"], row["metric"]): row["value"] for row in results.read(tmp_path / "out")
     }
-    assert values["paged", "steps"] == 2000
+    for allocator in ("first_fit_oracle", "paged"):  # the whole trace: 3,502 s in steps of 20 ms
+        assert values[allocator, "finished"] == 19_366
+        assert values[allocator, "steps"] > 3_502 / 0.02
     assert 0 < values["paged", "free_fraction"] < 1
     assert values["paged", "running_mean"] > 0
 
 
+def test_a_trace_s_longest_request_is_what_max_reserves(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_len,output_len\n20,12\n30,2\n")
+    common = ("--workloads=trace", f"--trace={trace}", "--allocators=first_fit_max", *TINY[1:])
+    for sharing, promise in (("0", 32), ("0,0.5", 32 + 341)):
+        out = tmp_path / f"out{promise}"
+        done = sweep(*common, f"--sharing={sharing}", "--pool_slots=8000", f"--out={out}")
+        assert done.returncode == 0, done.stderr
+        running = {row["value"] for row in results.read(out) if row["metric"] == "running_mean"}
+        assert running == {8000 // promise}
+
+
 def test_requests_that_run_out_are_doubled(monkeypatch):
-    settings = cells.Settings(
+    settings = plan.Settings(
         workloads={"alpaca": Workload(law=lengths.alpaca(), max_length=2048)},
         allocators=("orca_oracle", "paged"),
         block_sizes=(1, 16),
@@ -149,16 +169,16 @@ def test_requests_that_run_out_are_doubled(monkeypatch):
         warmup_steps=0,
     )
     (group,) = settings.groups()
-    wanted, bounds = set(settings.cells()), cells.bounds_of(settings)
+    wanted, bounds = set(settings.cells()), sources.bounds_of(settings)
     enough = dict(cells.run_group(settings, group, wanted, bounds))
     counts = []
 
-    def requests_of(settings, group, count, draw=cells.requests_of):
+    def requests_of(settings, group, count, draw=sources.requests_of):
         counts.append(count)
         return draw(settings, group, count)
 
-    monkeypatch.setattr(cells, "requests_of", requests_of)
-    monkeypatch.setattr(cells, "count_needed", lambda settings, group: 5)
+    monkeypatch.setattr(sources, "requests_of", requests_of)
+    monkeypatch.setattr(sources, "count_needed", lambda settings, group: 5)
     doubled = dict(cells.run_group(settings, group, wanted, bounds))
     assert counts == [5 * 2**n for n in range(len(counts))]
     assert len(counts) > 3
@@ -169,14 +189,15 @@ def test_requests_that_run_out_are_doubled(monkeypatch):
 def test_summary_prints_means_and_spread():
     rows = [
         {
-            **dict(zip(cells.FACTORS, ("alpaca", "paged", "16", "0.0", "64", seed), strict=True)),
+            **dict(zip(plan.FACTORS, ("alpaca", "paged", "16", "0.0", "64", seed), strict=True)),
             "metric": metric,
             "value": value,
         }
         for seed, value in (("0", 0.25), ("1", 0.35))
         for metric in (
             *("token_fraction", "reserved_fraction", "internal_fraction", "external_fraction"),
-            *("fragmented_fraction", "running_mean", "preemptions", "copies", "cut"),
+            *("fragmented_fraction", "running_mean", "sharing_saving", "preemptions", "finished"),
+            "cut",
         )
     ]
     text = summary.text(rows)

@@ -303,3 +303,19 @@ def test_a_run_that_fails_at_once_leaves_nothing_it_made(tmp_path):
     (tmp_path / "kept" / "note.txt").write_text("mine")
     fail(tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["note.txt"]
+
+
+def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:
+    with open_table(tmp_path / "out"):
+        for resume in (False, True):
+            with pytest.raises(ValueError, match="another run is writing there") as error:
+                open_table(tmp_path / "out", resume=resume)
+            one_line(error)
+    open_table(tmp_path / "out").close()
+
+
+def test_a_file_without_cells_is_begun_anew(tmp_path: Path) -> None:
+    open_table(tmp_path).close()
+    header = (tmp_path / "rows.csv").read_bytes()
+    complete(tmp_path)
+    assert (tmp_path / "rows.csv").read_bytes().startswith(header)
