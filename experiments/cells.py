@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from experiments import sources
 from experiments.plan import BASELINES, Group, Settings, cell_of
@@ -19,6 +20,7 @@ from paged_jax.scheduling import policy
 from paged_jax.serving import simulator
 from paged_jax.workload import lengths
 from paged_jax.workload.requests import independent
+from paged_jax.workload.sharing import with_samples
 
 
 def check(settings: Settings) -> None:
@@ -33,25 +35,24 @@ def check(settings: Settings) -> None:
                 f" {settings.max_rows} run at once"
             )
     for group in settings.groups():
-        law = settings.workloads[group.workload].law
-        if group.seed or group.sharing != max(settings.sharing):
+        if group.seed:
             continue
-        if isinstance(law, lengths.Empirical) and group.sharing == 0:
-            longest = settings.workloads[group.workload].max_length
-            prompt_R, output_RF, _ = lengths.cut(law.prompt_R, law.output_R[:, None], longest)
-            requests = independent(prompt_R, output_RF)
-        else:
-            requests = sources.requests_of(settings, group, sources.PROBE)
-        for name, block_size in settings.columns():
-            config = _config(settings, group, block_size)
-            _refuse(ALLOCATORS[name].refusal(requests, config), group, name)
+        workload = settings.workloads[group.workload]
+        checked = [sources.requests_of(settings, group, sources.PROBE)]
+        if isinstance(workload.law, lengths.Empirical):
+            law = workload.law
+            cut = lengths.cut(law.prompt_R, law.output_R[:, None], workload.max_length)
+            checked.append(with_samples(independent(*cut[:2]), workload.samples))
+        for requests in checked:
+            for name, block_size in settings.columns():
+                config = _config(settings, group, block_size)
+                _refuse(ALLOCATORS[name].refusal(requests, config), group, name)
 
 
 def run(settings: Settings, table: results.Table) -> None:
     """Runs all cells that ``table`` lacks: a group a thread, as each run is one native loop.
 
-    On an interrupt the cells in flight are finished and written, then ``KeyboardInterrupt`` is
-    raised; in the middle of a native loop Python could only lose it.
+    An interrupt lets the cells in flight finish, and is raised when they are written.
     """
     groups = settings.groups()
     bounds = sources.bounds_of(settings)
@@ -60,38 +61,40 @@ def run(settings: Settings, table: results.Table) -> None:
     def work(group: Group) -> None:
         group_cells = {cell_of(group, *column) for column in settings.columns()}
         wanted = {cell for cell in group_cells if cell not in table}
-        for cell, values in run_group(settings, group, wanted, bounds):
+        for cell, values in run_group(settings, group, wanted, bounds, stop):
             table.append(cell, values)
             bar.advance()
-            if stop.is_set():
-                return
 
     planned = len(groups) * len(settings.columns())
     with (
         progress.Progress(planned, "cells", done=len(table)) as bar,
         _interrupts(stop),
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
     ):
-        waiting = {pool.submit(work, group) for group in groups}
         try:
-            while waiting and not stop.is_set():
-                done, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
+            for future in as_completed([pool.submit(work, group) for group in groups]):
+                future.result()
         finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-    if waiting:
+            stop.set()  # after an error the other threads need not go on
+    if len(table) < planned:
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def _interrupts(stop: threading.Event) -> Iterator[None]:
-    """Meanwhile an interrupt sets ``stop``."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+    """Meanwhile an interrupt sets ``stop``: raised inside JAX, it may be lost."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or before is signal.SIG_IGN:
+        yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+
+    def finish(*_: object) -> None:
+        if not stop.is_set():
+            print("\ninterrupted: finishing the cells in flight", file=sys.stderr)
+        stop.set()
+
+    signal.signal(signal.SIGINT, finish)
     try:
         yield
     finally:
@@ -99,24 +102,29 @@ def _interrupts(stop: threading.Event) -> Iterator[None]:
 
 
 def run_group(
-    settings: Settings, group: Group, wanted: set[tuple], bounds: Bounds
+    settings: Settings, group: Group, wanted: set[tuple], bounds: Bounds, stop: threading.Event
 ) -> Iterator[tuple[tuple, dict[str, float]]]:
-    """The ``wanted`` cells of a group, each with the values of its metrics.
+    """The ``wanted`` cells of a group, each with the values of its metrics, until ``stop`` is set.
 
     Baselines run first, wanted or not: all cells are measured against them.
     """
-    if not wanted:
+    if not wanted or stop.is_set():
         return
     source = sources.Source(settings, group, bounds)
-    baselines = {
-        column: _simulate(source, column) for column in settings.columns() if column[0] in BASELINES
-    }
+    baselines = {}
+    for column in settings.columns():
+        if column[0] in BASELINES:
+            baselines[column] = _simulate(source, column)
+            if stop.is_set():
+                return
     waste = {name: _waste(result, group.pool_slots) for (name, _), result in baselines.items()}
     for column in settings.columns():
         cell = cell_of(group, *column)
         if cell in wanted:
             result = baselines.get(column) or _simulate(source, column)
             yield cell, _measure(result, group.pool_slots, column[1], source.cut(), waste)
+            if stop.is_set():
+                return
 
 
 def _simulate(source: sources.Source, column: tuple[str, int | str]) -> simulator.Result:
@@ -144,6 +152,11 @@ def _simulate(source: sources.Source, column: tuple[str, int | str]) -> simulato
             _refuse(str(error), group, name)
         if result.exhausted and settings.replayed is None:
             source.extend()
+        elif settings.until_done and result.run.queue.finished < source.requests.count:
+            raise ValueError(
+                f"{group.workload}, {name}: not served within {settings.steps} steps: raise"
+                " --step_seconds, or give --steps"
+            )
         elif result.steps == 0:
             raise ValueError(
                 f"warmup_steps: {group.workload} is over before {settings.warmup_steps} steps"

@@ -64,7 +64,8 @@ def numbers[Number: (int, float)](
     high: Number | None = None,
 ) -> tuple[Number, ...]:
     """The flag's values as numbers in a range, each given once; ``ValueError`` otherwise."""
-    wanted = f"{'whole ' * (kind is int)}numbers from {low}{'' if high is None else f' to {high}'}"
+    wanted = f"{'whole numbers' if kind is int else 'numbers'} from {low}"
+    wanted += "" if high is None else f" to {high}"
     chosen: list[Number] = []
     for value in values:
         try:
@@ -87,5 +88,5 @@ def _parse(arguments: list[str]) -> list[str]:
 
 
 def _fail(message: str) -> int:
-    print("error:", " ".join(message.split("\n")), file=sys.stderr)
+    print("error:", message.replace("\n", " "), file=sys.stderr)
     return 1

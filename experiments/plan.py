@@ -44,6 +44,7 @@ class Settings:
     max_rows: int = 2**30
     replayed: Trace | None = None  # the workload "trace" in its own order, with its own arrivals
     step_seconds: float | None = None
+    until_done: bool = False  # a run that leaves requests behind is an error
 
     def groups(self) -> list[Group]:
         """All groups, in the order of their rows."""

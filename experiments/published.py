@@ -22,6 +22,9 @@ from paged_jax.measure import environment, results, statistics
 from paged_jax.workload import Workload, lengths
 
 FLAGS = flags.FLAGS
+LAWS = {"sharegpt": lengths.sharegpt, "alpaca": lengths.alpaca}
+
+Comparison = tuple[str, list[float], float]  # label, one value a seed, published value
 
 
 def define_flags() -> None:
@@ -30,11 +33,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", sweeps.STEPS, "recorded steps of each cell", lower_bound=1)
     flags.DEFINE_bool("resume", False, "go on with an interrupted run in --out")
     flags.DEFINE_string("out", "results/published", "folder of the results")
-
-
-LAWS = {"sharegpt": lengths.sharegpt, "alpaca": lengths.alpaca}
-
-Comparison = tuple[str, list[float], float]  # label, one value a seed, published value
 
 
 def main(_: list[str]) -> None:
@@ -101,9 +99,9 @@ def _run(
     *,
     samples: int = 1,
 ) -> _Rows:
-    law = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
+    drawn = Workload(law=LAWS[workload](), max_length=OPT_13B.max_length, samples=samples)
     settings = plan.Settings(
-        workloads={workload: law},
+        workloads={workload: drawn},
         allocators=allocators,
         block_sizes=block_sizes,
         sharing=(0.0,),

@@ -69,9 +69,7 @@ def main(_: list[str]) -> None:
     with table:
         result, values = measure(requests, config)
         if FLAGS.check:
-            per_second = replay_check.check(
-                requests, result, config=config, limits=_limits(), max_rows=FLAGS.max_rows
-            )
+            per_second = replay_check.check(requests, result, config=config, limits=_limits())
             values["list_iterations_per_second"] = per_second
             values["speedup"] = values["iterations_per_second"] / per_second
         _write_series(Path(FLAGS.out) / "series.npz", result)

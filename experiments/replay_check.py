@@ -25,7 +25,6 @@ def check(
     *,
     config: PoolConfig,
     limits: policy.Limits,
-    max_rows: int,
 ) -> float:
     """Compares both at every iteration, and times the list allocator alone.
 
@@ -45,7 +44,7 @@ def check(
             blocks=config.blocks,
             block_size=config.block_size,
             watermark_blocks=int(limits.watermark),
-            max_rows=max_rows,
+            max_rows=int(limits.rows),
         )
 
     began = time.perf_counter()
@@ -68,26 +67,26 @@ def _compare_tables(
     config: PoolConfig,
     limits: policy.Limits,
 ) -> None:
-    work = arrays.put(requests)
-    bounds = simulator.bounds_of(requests, config)
-    clock = simulator.Clock(jnp.int32(0), jnp.int32(iterations), jnp.bool_(True))
-    record = jax.jit(functools.partial(simulator.record, verbs=paged))
-    retire = jax.jit(functools.partial(simulator.retire, verbs=paged))
-    memory = ALLOCATORS["paged"].create(work, config, bounds)
-    state = simulator.begin(work, memory, clock, output_bound=bounds.output)
-    with progress.Progress(iterations, "iterations") as bar:
-        for iteration, _ in enumerate(reference):
-            state, _ = record(state, work, limits)
-            rows = np.array(reference.running)
-            difference = compare(
-                paged.tables(state.memory, rows),
-                [reference.table[row] for row in reference.running],
-                np.asarray(state.memory.pool.refcount_N),
-            )
-            if difference:
-                raise ValueError(f"check: iteration {iteration}: {difference}")
-            state = retire(state, work, clock)
-            bar.advance()
+    with simulator.on_cpu():
+        work = arrays.put(requests)
+        bounds = simulator.bounds_of(requests, config)
+        clock = simulator.Clock(jnp.int32(0), jnp.int32(iterations), jnp.bool_(True))
+        record = jax.jit(functools.partial(simulator.record, verbs=paged))
+        retire = jax.jit(functools.partial(simulator.retire, verbs=paged))
+        memory = ALLOCATORS["paged"].create(work, config, bounds)
+        state = simulator.begin(work, memory, clock, output_bound=bounds.output)
+        with progress.Progress(iterations, "iterations") as bar:
+            for iteration, _ in enumerate(reference):
+                state, _ = record(state, work, limits)
+                difference = compare(
+                    paged.tables(state.memory, np.array(reference.running)),
+                    [reference.table[row] for row in reference.running],
+                    np.asarray(state.memory.pool.refcount_N),
+                )
+                if difference:
+                    raise ValueError(f"check: iteration {iteration}: {difference}")
+                state = retire(state, work, clock)
+                bar.advance()
     if np.asarray(state.memory.pool.refcount_N).any():
         raise ValueError("check: reference counts are left when all requests are done")
 

@@ -21,7 +21,6 @@ from paged_jax.memory import block_table
 
 DECODE_STEPS = 32
 
-
 FLAGS = flags.FLAGS
 
 

@@ -33,6 +33,8 @@ def count_needed(settings: Settings, group: Group) -> int:
     through about slots * steps / E[output * (prompt + output / 2)] of them; a third on top.
     ``ValueError`` when that is more than a run can hold.
     """
+    if settings.replayed is not None:
+        return settings.replayed.count
     workload = settings.workloads[group.workload]
     probe = draw(
         dataclasses.replace(workload, sharing=group.sharing, arrivals=arrivals.Saturated()),
@@ -47,7 +49,7 @@ def count_needed(settings: Settings, group: Group) -> int:
     needed = 4 / 3 * (group.pool_slots * steps / held_R.mean() + at_once)
     rate = getattr(workload.arrivals, "rate", math.inf)  # requests a step
     count = math.ceil(min(needed, 4 / 3 * rate * steps + 100))
-    if count > MOST_REQUESTS and settings.replayed is None:
+    if count > MOST_REQUESTS:
         raise ValueError(
             f"{group.workload}: {settings.steps} steps get through about {count:,} requests, more"
             f" than {MOST_REQUESTS:,}: lower --steps or --pool_slots"

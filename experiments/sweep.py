@@ -70,9 +70,8 @@ def main(_: list[str]) -> None:
     )
     with table:
         cells.run(settings, table)
-    drawn = figures.draw(FLAGS.out)
     print(summary.text(results.read(FLAGS.out)))
-    for path in drawn:
+    for path in figures.draw(FLAGS.out):
         print(path)
 
 
@@ -84,6 +83,7 @@ def _settings() -> plan.Settings:
     if replays and (sharing != (0.0,) or FLAGS.seeds != 1):
         raise ValueError("--arrivals: a replayed trace is what it is: give --sharing=0 --seeds=1")
     pool_slots = command.numbers("pool_slots", FLAGS.pool_slots, int, low=1, high=MOST - 1)
+    until_done = replays and not FLAGS["steps"].present
     return plan.Settings(
         workloads=chosen.workloads,
         allocators=command.choices("allocators", FLAGS.allocators, ALLOCATORS),
@@ -94,12 +94,13 @@ def _settings() -> plan.Settings:
         pool_slots=pool_slots,
         seeds=FLAGS.seeds,
         # A replayed trace is served to its end, and from its beginning, unless flags say otherwise.
-        steps=MOST_STEPS if replays and not FLAGS["steps"].present else FLAGS.steps,
+        steps=MOST_STEPS if until_done else FLAGS.steps,
         warmup_steps=(0 if replays and not FLAGS["warmup_steps"].present else FLAGS.warmup_steps),
         watermark=FLAGS.watermark,
         max_rows=FLAGS.max_rows,
         replayed=chosen.replayed,
         step_seconds=chosen.step_seconds,
+        until_done=until_done,
     )
 
 

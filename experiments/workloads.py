@@ -14,7 +14,6 @@ from paged_jax.workload import Trace, Workload, arrivals, lengths, read_trace, s
 
 NAMES = ("sharegpt", "alpaca", "lognormal", "uniform", "zipf", "fixed", "trace")
 
-
 FLAGS = flags.FLAGS
 MOST_TOKENS = 2**24  # of a prompt or an output that flags ask for
 
@@ -107,7 +106,7 @@ def from_flags(names: Sequence[str], *, shares: bool) -> Chosen:
         workloads={
             name: Workload(
                 law=_law(name, trace),
-                max_length=_max_length(name, trace, prefix_tokens),
+                max_length=_max_length(trace if name == "trace" else None, prefix_tokens),
                 correlation=FLAGS.correlation,
                 arrivals=_arrivals(),
                 prefix_tokens=prefix_tokens,
@@ -122,7 +121,7 @@ def from_flags(names: Sequence[str], *, shares: bool) -> Chosen:
 
 
 def _demand_consistent(names: Sequence[str], *, replays: bool) -> None:
-    """Refuses flags that would have no effect."""
+    """Refuses flags of traces and arrivals that would have no effect."""
     if ("trace" in names) != (FLAGS.trace is not None):
         raise ValueError("--trace: --workloads=trace and --trace=FILE go together")
     if replays and list(names) != ["trace"]:
@@ -165,10 +164,13 @@ def _law(name: str, trace: Trace | None) -> lengths.Law:
     return lengths.Empirical(prompt_R=trace.prompt_R, output_R=trace.output_R)
 
 
-def _max_length(name: str, trace: Trace | None, prefix_tokens: tuple[int, ...]) -> int:
-    if FLAGS.max_length is not None or name != "trace" or trace is None:
-        return FLAGS.max_length or pools.OPT_13B.max_length
-    return int((trace.prompt_R.astype(int) + trace.output_R).max()) + max(prefix_tokens, default=0)
+def _max_length(trace: Trace | None, prefix_tokens: tuple[int, ...]) -> int:
+    if FLAGS.max_length is not None:
+        return FLAGS.max_length
+    if trace is None:
+        return pools.OPT_13B.max_length
+    longest = int((trace.prompt_R.astype(int) + trace.output_R).max())
+    return longest + max(prefix_tokens, default=0)
 
 
 def _arrivals() -> arrivals.Arrivals:

@@ -54,7 +54,8 @@ def git_revision(folder: Path) -> str | None:
     revision = _git(folder, "rev-parse", "--verify", "HEAD")
     if root is None or revision is None or Path(root).resolve() != folder.resolve():
         return None
-    return revision + "-modified" * bool(_git(folder, "status", "--short", "--untracked-files=no"))
+    modified = _git(folder, "status", "--short", "--untracked-files=no")
+    return f"{revision}-modified" if modified else revision
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

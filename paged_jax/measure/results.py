@@ -10,13 +10,14 @@ run that differs from it in anything may not add rows. Cost: one sync a cell.
 
 from __future__ import annotations
 
+import collections
 import csv
 import fcntl
 import json
 import numbers
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ class Table:
         self,
         path: Path,
         layout: _Layout,
-        plan: dict[str, int],
+        plan: list[str],
         finished: set[str],
         created: list[Path],
         claim: int,
@@ -42,7 +43,7 @@ class Table:
         self._claim = claim
         self._created = created
         self._layout = layout
-        self._plan = plan
+        self._plan = dict.fromkeys(plan)
         self._finished = finished
         self._lock = threading.Lock()
         self._file = path.open("ab", buffering=0)
@@ -68,10 +69,9 @@ class Table:
         elsewhere than at the end, or when a name or a value cannot stand in a CSV field.
         """
         layout = _Layout(factors, metrics)
-        plan: dict[str, int] = {}
-        for cell in cells:
-            if plan.setdefault(layout.key(cell), len(plan)) != len(plan) - 1:
-                raise ValueError(f"cells: {layout.name(layout.key(cell))} is planned twice")
+        plan = [layout.key(cell) for cell in cells]
+        if twice := [key for key, count in collections.Counter(plan).items() if count > 1]:
+            raise ValueError(f"cells: {layout.name(twice[0])} is planned twice")
         record = _plain({**run, **layout.record(), "cells": len(plan)})
         folder = Path(out)
         if folder.exists() and not folder.is_dir():
@@ -83,8 +83,7 @@ class Table:
             finished = _begin(folder, layout, plan, record, resume)
         except BaseException:
             os.close(claim)
-            if folder in created:
-                folder.rmdir()
+            _remove(created)
             raise
         return cls(folder / ROWS, layout, plan, finished, created, claim)
 
@@ -136,15 +135,7 @@ class Table:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self.close()
         if kind is not None and not self._finished:
-            self._remove_created()
-
-    def _remove_created(self) -> None:
-        """A run that failed before its first cell leaves nothing behind that it made."""
-        for path in self._created:
-            if not path.is_dir():
-                path.unlink()
-            elif not any(path.iterdir()):
-                path.rmdir()
+            _remove(self._created)
 
 
 def read(out: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -237,6 +228,15 @@ class _Layout:
             return None
 
 
+def _remove(created: Iterable[Path]) -> None:
+    """A run that failed before its first cell leaves nothing behind that it made."""
+    for path in created:
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        elif path.is_file():
+            path.unlink()
+
+
 def _claim(folder: Path) -> int:
     """A descriptor that holds the folder for this process; the system lets go of a dead one's."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -251,7 +251,7 @@ def _claim(folder: Path) -> int:
 def _begin(
     folder: Path,
     layout: _Layout,
-    plan: Mapping[str, int],
+    plan: Collection[str],
     record: Mapping[str, Any],
     resume: bool | None,
 ) -> set[str]:

@@ -8,7 +8,6 @@ new contiguous one is a module with the functions of ``contiguous.Allocator`` an
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 
 from paged_jax.config import Bounds, PoolConfig
 from paged_jax.memory import buddy, chunks, contiguous, first_fit, layout, paged
+from paged_jax.memory.verbs import Memory
 from paged_jax.workload.arrays import RequestArrays
 from paged_jax.workload.requests import Requests
 
@@ -24,7 +24,7 @@ from paged_jax.workload.requests import Requests
 class OnDemand:
     """Blocks on demand."""
 
-    verbs: ModuleType = paged
+    verbs: Memory = paged
     has_blocks: ClassVar[bool] = True
 
     def create(self, work: RequestArrays, config: PoolConfig, bounds: Bounds) -> paged.Paged:
@@ -60,9 +60,9 @@ class OnDemand:
 class Reserving:
     """One contiguous chunk a sequence, of ``allocator``, for what ``promise`` reserves."""
 
-    allocator: ModuleType
+    allocator: contiguous.Allocator
     promise: str
-    verbs: ModuleType = chunks
+    verbs: Memory = chunks
     has_blocks: ClassVar[bool] = False
 
     def create(self, work: RequestArrays, config: PoolConfig, bounds: Bounds) -> chunks.Chunks:

@@ -119,7 +119,7 @@ def store(state: Chunks, work: RequestArrays, stay: Stay) -> tuple[Chunks, jax.A
     )
     chunks = repeat(jnp.where(fits, 0, taken), give, chunks)
     promise_F = lax.dynamic_slice_in_dim(state.promise_Y, first, work.samples)
-    final_F = _final(work, first)
+    final_F = work.prompt_R[stay.request] + work.outputs(stay.request)
     excess = jnp.maximum(promise_F - final_F, 0).sum(dtype=jnp.int32)
     prompts = work.samples * work.prompt_R[stay.request]
     state = state.replace(
@@ -141,7 +141,8 @@ def release(
     """Frees the chunk of sequence ``row``, which has stored ``tokens`` tokens."""
     del step
     address, address_Y = fetch(state.address_Y, row)
-    promise, final = state.promise_Y[row], _final(work, row, 1)[0]
+    promise = state.promise_Y[row]
+    final = work.prompt_R[row // work.samples] + work.output_Y[row]
     return state.replace(
         chunks=state.allocator.free(state.chunks, address)[0],
         address_Y=address_Y,
@@ -167,11 +168,3 @@ def ledger(state: Chunks, *, short: jax.Array, stranded: jax.Array) -> Ledger:
         cached=zero,
         free=jnp.where(short | stranded, zero, unallocated),
     )
-
-
-def _final(work: RequestArrays, row: jax.Array, count: int | None = None) -> jax.Array:
-    """Tokens that sequences of one request hold when they leave: prompt and output."""
-    output_F = lax.dynamic_slice_in_dim(
-        work.output_Y, row, work.samples if count is None else count
-    )
-    return work.prompt_R[row // work.samples] + output_F

@@ -9,6 +9,8 @@ one go, so those copies are made at once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ class Layout(flax.struct.PyTreeNode):
     is_joint: jax.Array  # bool: the samples share a partial block, and will copy it
 
 
-def blocks_of(tokens, block_size):
+def blocks_of(tokens: Any, block_size: Any) -> Any:
     """Blocks that hold ``tokens`` tokens, ceil(tokens / block_size): host values or traced."""
     return (tokens + block_size - 1) // block_size
 

@@ -290,7 +290,7 @@ def tables(state: Paged, row_B: np.ndarray) -> list[np.ndarray]:
 def _plan(state: Paged, work: RequestArrays, stay: Stay) -> tuple[Layout, jax.Array, jax.Array]:
     """Layout of a request, the last block of its base, and its live samples."""
     shared, base_tail = _base(state, work, stay)
-    live = (_outputs(work, stay.request) > stay.generated).sum(dtype=jnp.int32)
+    live = (work.outputs(stay.request) > stay.generated).sum(dtype=jnp.int32)
     layout = lay_out(
         prompt=work.prompt_R[stay.request],
         generated=stay.generated,
@@ -323,11 +323,6 @@ def _base(state: Paged, work: RequestArrays, stay: Stay) -> tuple[jax.Array, jax
     return shared, base_tail
 
 
-def _outputs(work: RequestArrays, request: jax.Array) -> jax.Array:
-    """Output lengths of a request's samples, [F]."""
-    return lax.dynamic_slice_in_dim(work.output_Y, request * work.samples, work.samples)
-
-
 def _excess(empty: jax.Array, left: jax.Array) -> jax.Array:
     """Slots of a last block with ``empty`` empty ones that ``left`` more tokens will not fill."""
     return jnp.maximum(empty - left, 0)
@@ -336,7 +331,7 @@ def _excess(empty: jax.Array, left: jax.Array) -> jax.Array:
 def _joint_excess(state: Paged, work: RequestArrays, request: jax.Array) -> jax.Array:
     """``_excess`` of a prompt's partial block while the samples share it: the longest decides."""
     empty = -work.prompt_R[request] % state.block_size
-    return _excess(empty, _outputs(work, request).max() - 1)
+    return _excess(empty, work.outputs(request).max() - 1)
 
 
 def _pin(state: Paged, work: RequestArrays, prefix: jax.Array) -> Paged:

@@ -167,14 +167,12 @@ def _head(queue: Queue, step: jax.Array, work: RequestArrays) -> tuple[Stay, jax
         known &= work.shared_R[request] > 0
         since = step - queue.admitted_R[donor]
         stored = work.prompt_R[donor] + queue.generated_R[donor] + since
-        outputs_F = lax.dynamic_slice_in_dim(work.output_Y, donor * work.samples, work.samples)
-        live_F = outputs_F > queue.generated_R[donor] + since
+        live_F = work.outputs(donor) > queue.generated_R[donor] + since
         stay = stay.replace(
             donor=jnp.where(known, donor * work.samples + jnp.argmax(live_F), rows),
             donor_tokens=jnp.where(known, stored, 0),
         )
-    outputs_F = lax.dynamic_slice_in_dim(work.output_Y, request * work.samples, work.samples)
-    return stay, (outputs_F > generated).sum(dtype=jnp.int32)
+    return stay, (work.outputs(request) > generated).sum(dtype=jnp.int32)
 
 
 def _start(queue: Queue, stay: Stay, rows: jax.Array, work: RequestArrays) -> Queue:

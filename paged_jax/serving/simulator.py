@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from types import ModuleType
 from typing import Any
 
 import flax.struct
@@ -22,6 +21,7 @@ from jax import lax
 
 from paged_jax.config import MOST, Bounds, PoolConfig
 from paged_jax.memory import allocators, ledger
+from paged_jax.memory.verbs import Memory
 from paged_jax.scheduling import policy
 from paged_jax.scheduling import queue as queues
 from paged_jax.workload import arrays
@@ -118,7 +118,7 @@ def simulate(
     limits = limits or policy.limits()
     bounds = bounds or bounds_of(requests, config)
     if steps < 1 or warmup_steps < 0 or steps + warmup_steps >= MOST:
-        raise ValueError(f"steps: expected 1 to {MOST} with the warm-up, got {steps}")
+        raise ValueError(f"steps: expected at least 1, with the warm-up below {MOST}, got {steps}")
     if requests.samples > int(limits.rows):
         raise NeverFitsError(
             f"a request has {requests.samples} samples, at most {int(limits.rows)} rows may run"
@@ -172,7 +172,7 @@ def run(
     clock: Clock,
     limits: policy.Limits,
     *,
-    verbs: ModuleType,
+    verbs: Memory,
     output_bound: int,
     series: tuple[str, ...] = (),
     series_bound: int = 0,
@@ -219,7 +219,7 @@ def begin(
 
 
 def record(
-    state: Run, work: arrays.RequestArrays, limits: policy.Limits, verbs: Any
+    state: Run, work: arrays.RequestArrays, limits: policy.Limits, verbs: Memory
 ) -> tuple[Run, dict[str, jax.Array]]:
     """A step up to its moment of record. Returns ``(state', metrics but ``finished``)``."""
     queue, memory, verdict = queues.advance(
@@ -238,7 +238,7 @@ def record(
     return state.replace(queue=queue, memory=memory), values
 
 
-def retire(state: Run, work: arrays.RequestArrays, clock: Clock, verbs: Any) -> Run:
+def retire(state: Run, work: arrays.RequestArrays, clock: Clock, verbs: Memory) -> Run:
     """The end of a step: rows finish, the clock moves on."""
     queue, memory = queues.retire(state.queue, state.memory, state.step, work=work, verbs=verbs)
     arrival = work.arrival_R[jnp.minimum(queue.waiting, work.bound - 1)]

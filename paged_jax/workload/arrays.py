@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from paged_jax.workload.requests import Requests
 
@@ -27,6 +28,10 @@ class RequestArrays(flax.struct.PyTreeNode):
     count: jax.Array
     samples: int = flax.struct.field(pytree_node=False)
     has_donors: bool = flax.struct.field(pytree_node=False)
+
+    def outputs(self, request: jax.Array) -> jax.Array:
+        """Output tokens of each sample of a request, [F]."""
+        return lax.dynamic_slice_in_dim(self.output_Y, request * self.samples, self.samples)
 
     @property
     def bound(self) -> int:

@@ -1,8 +1,8 @@
 """Arrival laws: the step from which each request may be admitted.
 
-All but ``Saturated`` and ``Recorded`` are renewal processes from step 0: independent gaps, added
-up and rounded down, so that a request that arrives inside a step is seen by it. A gap has mean
-1 / rate and coefficient of variation ``cv`` (1 is the Poisson process, more comes in bursts).
+All but ``Saturated`` are renewal processes from step 0: independent gaps, added up and rounded
+down, so that a request that arrives inside a step is seen by it. A gap has mean 1 / rate and
+coefficient of variation ``cv`` (1 is the Poisson process, more comes in bursts).
 The first k arrivals do not depend on how many are drawn.
 """
 
@@ -77,19 +77,6 @@ class Weibull:
         shape = weibull_shape(self.cv)
         gap_R = generator.standard_exponential(count) ** (1 / shape) / math.gamma(1 + 1 / shape)
         return _steps(gap_R.cumsum() / self.rate)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recorded:
-    """The arrivals of a trace, in its own order, from its first ``count`` requests."""
-
-    seconds_R: np.ndarray
-    step_seconds: float
-
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        if count > len(self.seconds_R):
-            raise ValueError(f"count: the trace has {len(self.seconds_R)} arrivals, got {count}")
-        return in_steps(self.seconds_R[:count], self.step_seconds)
 
 
 def in_steps(seconds_R: np.ndarray, step_seconds: float) -> np.ndarray:

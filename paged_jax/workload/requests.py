@@ -71,16 +71,6 @@ class Requests:
         """F, the sequences sampled from each prompt."""
         return self.output_RF.shape[1]
 
-    @property
-    def cut(self) -> int:
-        """How many requests a longest length cut short."""
-        return int((self.cut_R != 0).sum())
-
-    @property
-    def most_tokens(self) -> int:
-        """Longest prompt plus output of one sequence, in tokens."""
-        return int((self.prompt_R.astype(np.int64) + self.output_RF.max(axis=1)).max(initial=0))
-
 
 def independent(
     prompt_R: np.ndarray, output_RF: np.ndarray, arrival_R: np.ndarray | None = None

@@ -34,7 +34,7 @@ class Workload:
 
 
 def draw(workload: Workload, seed: int, count: int) -> Requests:
-    """``count`` requests; ``Requests.cut`` says how many of them ``max_length`` cut short."""
+    """``count`` requests; ``Requests.cut_R`` says which of them ``max_length`` cut short."""
     if count < 1:
         raise ValueError(f"count: expected at least 1 request, got {count}")
     if workload.sample_lengths not in ("same", "own"):

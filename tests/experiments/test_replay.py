@@ -106,7 +106,7 @@ def test_check_reports_a_seeded_fault(tmp_path, monkeypatch):
     )
 
     def check(result):
-        return replay_check.check(requests, result, config=config, limits=limits, max_rows=2**30)
+        return replay_check.check(requests, result, config=config, limits=limits)
 
     assert check(result) > 0
     token = result.series["token"].copy()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -170,7 +171,7 @@ def test_requests_that_run_out_are_doubled(monkeypatch):
     )
     (group,) = settings.groups()
     wanted, bounds = set(settings.cells()), sources.bounds_of(settings)
-    enough = dict(cells.run_group(settings, group, wanted, bounds))
+    enough = dict(cells.run_group(settings, group, wanted, bounds, threading.Event()))
     counts = []
 
     def requests_of(settings, group, count, draw=sources.requests_of):
@@ -179,11 +180,58 @@ def test_requests_that_run_out_are_doubled(monkeypatch):
 
     monkeypatch.setattr(sources, "requests_of", requests_of)
     monkeypatch.setattr(sources, "count_needed", lambda settings, group: 5)
-    doubled = dict(cells.run_group(settings, group, wanted, bounds))
+    doubled = dict(cells.run_group(settings, group, wanted, bounds, threading.Event()))
     assert counts == [5 * 2**n for n in range(len(counts))]
     assert len(counts) > 3
     for cell, values in enough.items():
         assert {**doubled[cell], "cut": values["cut"]} == values
+
+
+def test_an_interrupt_anywhere_loses_nothing_and_is_raised(tmp_path, monkeypatch):
+    settings = plan.Settings(
+        workloads={"alpaca": Workload(law=lengths.alpaca(), max_length=2048)},
+        allocators=("paged",),
+        block_sizes=(1, 4, 16),
+        sharing=(0.0,),
+        pool_slots=(2048,),
+        seeds=1,
+        steps=50,
+        warmup_steps=0,
+    )
+
+    def run(out, simulate):
+        monkeypatch.setattr(cells, "_simulate", simulate)
+        table = results.Table.open(
+            out,
+            factors=plan.FACTORS,
+            metrics=settings.metrics(),
+            cells=settings.cells(),
+            run={},
+            resume=True,
+        )
+        with table:
+            cells.run(settings, table)
+        return (out / "rows.csv").read_bytes()
+
+    simulate = cells._simulate
+    whole = run(tmp_path / "whole", simulate)
+    for interrupted_at in (0, 1, 2):
+        calls: list[tuple] = []
+
+        def interrupting(source, column, calls=calls, at=interrupted_at):
+            if len(calls) == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            calls.append(column)
+            return simulate(source, column)
+
+        out = tmp_path / f"out{interrupted_at}"
+        if interrupted_at < 2:
+            with pytest.raises(KeyboardInterrupt):
+                run(out, interrupting)
+            assert len(results.read(out)) == (interrupted_at + 1) * len(settings.metrics())
+        else:  # during the last cell: nothing is missing
+            assert run(out, interrupting) == whole
+        assert run(out, simulate) == whole
 
 
 def test_summary_prints_means_and_spread():

@@ -43,10 +43,6 @@ def test_weibull_shape_against_known_laws() -> None:
 def test_seconds_become_steps() -> None:
     seconds_R = np.array([0.0, 0.49, 0.5, 3.2])
     assert arrivals.in_steps(seconds_R, 0.5).tolist() == [0, 0, 1, 6]
-    recorded = arrivals.Recorded(seconds_R=seconds_R, step_seconds=0.5)
-    assert recorded.draw(np.random.default_rng(0), 3).tolist() == [0, 0, 1]
-    with pytest.raises(ValueError, match="the trace has 4 arrivals, got 5"):
-        recorded.draw(np.random.default_rng(0), 5)
 
 
 @pytest.mark.parametrize(

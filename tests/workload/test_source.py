@@ -81,7 +81,6 @@ def test_prefix_is_prepended_and_cut() -> None:
     assert shared.prompt_R.tolist() == [15, 99, 99]
     assert shared.output_RF[:, 0].tolist() == [9, 1, 1]
     assert shared.cut_R.tolist() == [0, 1, 1]
-    assert shared.cut == 2
     assert shared.prefix_R.tolist() == [0, 0, 0]
 
 
@@ -99,9 +98,9 @@ def test_samples_of_one_or_of_own_lengths() -> None:
 def test_max_length_holds_and_is_counted() -> None:
     workload = dataclasses.replace(BASE, max_length=600)
     drawn, free = draw(workload, 3, 500), draw(dataclasses.replace(BASE, max_length=10**6), 3, 500)
-    assert drawn.most_tokens == 600
-    assert drawn.cut == (free.prompt_R + free.output_RF.max(axis=1) > 600).sum()
-    assert free.cut == 0
+    assert (drawn.prompt_R + drawn.output_RF.max(axis=1)).max() == 600
+    assert (drawn.cut_R == (free.prompt_R + free.output_RF.max(axis=1) > 600)).all()
+    assert not free.cut_R.any()
 
 
 @pytest.mark.parametrize(
