@@ -221,6 +221,7 @@ def test_an_interrupt_anywhere_loses_nothing_and_is_raised(tmp_path, monkeypatch
         def interrupting(source, column, calls=calls, at=interrupted_at):
             if len(calls) == at:
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)  # the handler runs in the main thread
             calls.append(column)
             return simulate(source, column)
 
