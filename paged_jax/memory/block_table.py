@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 
 from paged_jax.config import MOST
+from paged_jax.memory import ledger as ledgers
 from paged_jax.memory import pool as pools
 from paged_jax.memory.layout import blocks_of
-from paged_jax.memory.ledger import Ledger
 from pallas_kernels import dims
 
 
@@ -91,7 +91,7 @@ def reserve(
 
     # Writers drop their hold on a shared last block; the last of all its holders takes it back.
     writes_tail_B = (tokens_B > 0) & (state.length_B % state.block_size > 0)
-    tail_B = _last_block(state, writes_tail_B)
+    tail_B = last_block(state, writes_tail_B)
     holders_B, refcount_N = pools.read(state.pool.refcount_N, tail_B, none_value=0)
     shared_B = holders_B > 1
     shared_tail_B = jnp.where(shared_B, tail_B, none)
@@ -189,7 +189,7 @@ def ledger(
     *,
     pool_slots: jax.Array | int,
     short: jax.Array | bool = False,
-) -> Ledger:
+) -> ledgers.Ledger:
     """The ledger of this moment.
 
     Args:
@@ -207,7 +207,7 @@ def ledger(
     held_B = state.length_B > 0
     filled_B = jnp.where(held_B, (state.length_B - 1) % size + 1, 0)
     ending_B = jnp.clip(final_B - (state.length_B - filled_B), filled_B, size)
-    holders_B, _ = pools.read(pool.refcount_N, _last_block(state, held_B), none_value=0)
+    holders_B, _ = pools.read(pool.refcount_N, last_block(state, held_B), none_value=0)
     counted_B, filled_B, ending_B = lax.cond(
         (holders_B > 1).any(),
         lambda: _joined_ends(state, held_B, filled_B, ending_B),
@@ -215,17 +215,14 @@ def ledger(
     )
     empty = jnp.where(counted_B, size - filled_B, 0).sum(dtype=jnp.int32)
     reserved = jnp.where(counted_B, ending_B - filled_B, 0).sum(dtype=jnp.int32)
-    unallocated = pool.free * size
-    zero = jnp.zeros_like(unallocated)
-    return Ledger(
+    return ledgers.close(
         token=pool.used * size - empty,
         reserved=reserved,
         internal=empty - reserved,
         round_up=pool_slots - pool.blocks * size,
-        stranded=zero,
-        short=jnp.where(short, unallocated, 0),
-        cached=zero,
-        free=jnp.where(short, 0, unallocated),
+        unallocated=pool.free * size,
+        short=short,
+        stranded=False,
     )
 
 
@@ -234,7 +231,7 @@ def _joined_ends(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each last block at the first row that ends in it, with the most of all its holders."""
     size, cell_B = state.block_size, _last_cell(state)
-    tail_B = _last_block(state, held_B)
+    tail_B = last_block(state, held_B)
     starts_B = cell_B * size
     # Row i's last block in row j's table: shared blocks stand in the same cell of both.
     holds_BB = tail_B[:, None] == state.table_BM[:, cell_B].T
@@ -280,7 +277,7 @@ def _last_cell(state: BlockTable) -> jax.Array:
     return jnp.maximum(blocks_of(state.length_B, state.block_size) - 1, 0)
 
 
-def _last_block(state: BlockTable, rows_B: jax.Array) -> jax.Array:
+def last_block(state: BlockTable, rows_B: jax.Array) -> jax.Array:
     """The last physical block of the marked rows, ``pool.none`` elsewhere."""
     block_B = jnp.take_along_axis(state.table_BM, _last_cell(state)[:, None], axis=1)[:, 0]
     return jnp.where(rows_B, block_B, state.pool.none)

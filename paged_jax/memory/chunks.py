@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.memory import ledger as ledgers
 from paged_jax.memory.contiguous import Allocator
-from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, when
 from paged_jax.memory.verbs import Holdings, Stay
 from paged_jax.workload.arrays import RequestArrays
@@ -154,17 +154,15 @@ def release(
     )
 
 
-def ledger(state: Chunks, *, short: jax.Array, stranded: jax.Array) -> Ledger:
+def ledger(state: Chunks, *, short: jax.Array, stranded: jax.Array) -> ledgers.Ledger:
     """The ledger of this moment: a chunk's slots are stored, promised or rounded up."""
     unallocated = state.allocator.free_slots(state.chunks)
-    zero = jnp.int32(0)
-    return Ledger(
+    return ledgers.close(
         token=state.token,
         reserved=state.promised - state.internal - state.token,
         internal=state.internal,
         round_up=state.chunks.pool_slots - unallocated - state.promised,
-        stranded=jnp.where(stranded, unallocated, zero),
-        short=jnp.where(short, unallocated, zero),
-        cached=zero,
-        free=jnp.where(short | stranded, zero, unallocated),
+        unallocated=unallocated,
+        short=short,
+        stranded=stranded,
     )

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.memory import buddy
-from paged_jax.memory.ledger import Ledger
+from paged_jax.memory import ledger as ledgers
 from pallas_kernels import dims
 
 KINDS = ("max", "pow2", "oracle")
@@ -184,7 +184,7 @@ def ledger(
     *,
     short: jax.Array | bool = False,
     stranded: jax.Array | bool = False,
-) -> Ledger:
+) -> ledgers.Ledger:
     """The ledger of this moment.
 
     Args:
@@ -197,16 +197,14 @@ def ledger(
     unallocated = state.allocator.free_slots(state.chunks)
     token, promised = (x_B.sum(dtype=jnp.int32) for x_B in (state.length_B, state.promised_B))
     internal = jnp.maximum(state.promised_B - final_B, 0).sum(dtype=jnp.int32)
-    zero = jnp.zeros_like(unallocated)
-    return Ledger(
+    return ledgers.close(
         token=token,
         reserved=promised - internal - token,
         internal=internal,
         round_up=state.chunks.pool_slots - unallocated - promised,
-        stranded=jnp.where(stranded, unallocated, zero),
-        short=jnp.where(short, unallocated, zero),
-        cached=zero,
-        free=jnp.where(jnp.asarray(short) | stranded, zero, unallocated),
+        unallocated=unallocated,
+        short=short,
+        stranded=stranded,
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 CATEGORIES = (
     "token",
@@ -44,3 +45,27 @@ class Ledger(flax.struct.PyTreeNode):
     short: jax.Array
     cached: jax.Array
     free: jax.Array
+
+
+def close(
+    *,
+    token: jax.Array,
+    reserved: jax.Array,
+    internal: jax.Array,
+    round_up: jax.Array,
+    unallocated: jax.Array,
+    short: jax.Array | bool,
+    stranded: jax.Array | bool,
+) -> Ledger:
+    """The ledger whose ``unallocated`` slots are free, or short or stranded for that reason."""
+    zero = jnp.zeros_like(unallocated)
+    return Ledger(
+        token=token,
+        reserved=reserved,
+        internal=internal,
+        round_up=round_up,
+        stranded=jnp.where(stranded, unallocated, zero),
+        short=jnp.where(short, unallocated, zero),
+        cached=zero,
+        free=jnp.where(jnp.asarray(short) | stranded, zero, unallocated),
+    )

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 
 from paged_jax.memory import block_chain
+from paged_jax.memory import ledger as ledgers
 from paged_jax.memory import linked_list as lists
 from paged_jax.memory import pool as pools
 from paged_jax.memory.layout import Layout, blocks_of, lay_out
-from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import fetch, repeat, repeat_where, when
 from paged_jax.memory.verbs import Holdings, Stay
 from paged_jax.workload.arrays import RequestArrays
@@ -265,20 +265,16 @@ def release(
     )
 
 
-def ledger(state: Paged, *, short: jax.Array, stranded: jax.Array) -> Ledger:
-    """The ledger of this moment; paged memory is never stranded."""
-    del stranded
-    unallocated = state.pool.free * state.block_size
-    zero = jnp.int32(0)
-    return Ledger(
+def ledger(state: Paged, *, short: jax.Array, stranded: jax.Array) -> ledgers.Ledger:
+    """The ledger of this moment; ``store`` never leaves paged memory stranded."""
+    return ledgers.close(
         token=state.token,
         reserved=state.pool.used * state.block_size - state.token - state.internal,
         internal=state.internal,
         round_up=state.pool_slots - state.pool.blocks * state.block_size,
-        stranded=zero,
-        short=jnp.where(short, unallocated, zero),
-        cached=zero,
-        free=jnp.where(short, zero, unallocated),
+        unallocated=state.pool.free * state.block_size,
+        short=short,
+        stranded=stranded,
     )
 
 

@@ -7,6 +7,8 @@ last X rows the pinned prefixes, so a table needs R * F + X rows.
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -67,14 +69,11 @@ def advance(
         shared=shared_R,
         block_size=state.table.block_size,
     )
-    table = state.table
     shares = work.has_donors or len(work.prefix_tokens_X) > 0 or work.samples > 1
     plan = schedule(
         _count(state, work, live_RF, layout.need, step),
         limits,
-        freed_by=(lambda marked_R: block_table.freed_by(table, _rows(work, marked_R)))
-        if shares
-        else None,
+        freed_by=functools.partial(_freed_by, state, work) if shares else None,
     )
     state = _release(state, _pad(state, live_RF & plan.preempt_R[:, None], False))
     state = _store(state, work, plan, live_RF, parent_R, shared_R)
@@ -98,9 +97,10 @@ def advance(
     return state, record
 
 
-def _rows(work: RequestArrays, marked_R: jax.Array) -> jax.Array:
-    """Rows of the marked requests, [B]."""
-    return jnp.pad(jnp.repeat(marked_R, work.samples), (0, work.prefix_tokens_X.shape[0]))
+def _freed_by(state: Serving, work: RequestArrays, marked_R: jax.Array) -> jax.Array:
+    """Blocks that preempting the marked requests would free."""
+    marked_B = _pad(state, jnp.repeat(marked_R, work.samples), False)
+    return block_table.freed_by(state.table, marked_B)
 
 
 def _donors(state: Serving, work: RequestArrays, live_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,15 +120,14 @@ def _count(
     state: Serving, work: RequestArrays, live_RF: jax.Array, need_R: jax.Array, step: jax.Array
 ) -> Counts:
     table, sequences = state.table, work.output_Y.shape[0]
-    length_Y, table_YM = table.length_B[:sequences], table.table_BM[:sequences]
+    length_Y = table.length_B[:sequences]
     held_Y = blocks_of(length_Y, table.block_size)
-    partial_Y = length_Y % table.block_size > 0
-    tail_Y = jnp.take_along_axis(table_YM, jnp.maximum(held_Y - 1, 0)[:, None], axis=1)[:, 0]
-    tail_Y = jnp.where(partial_Y, tail_Y, table.pool.none)
+    partial_B = table.length_B % table.block_size > 0
+    tail_Y = block_table.last_block(table, partial_B)[:sequences]
     joint_Y = table.pool.refcount_N.at[tail_Y].get(mode="fill", fill_value=0) > 1
     per_request = (-1, work.samples)
     real_R = jnp.arange(work.bound) < work.count
-    grows_R = ((length_Y > 0) & ~partial_Y).reshape(per_request).sum(axis=1)
+    grows_R = ((length_Y > 0) & ~partial_B[:sequences]).reshape(per_request).sum(axis=1)
     copies_R = jnp.maximum(joint_Y.reshape(per_request).sum(axis=1) - 1, 0)
     return Counts(
         running_R=state.running_R,

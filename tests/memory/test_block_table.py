@@ -201,7 +201,7 @@ MUTANTS = {
     ),
     "never copies": (
         tables,
-        "_last_block",
+        "last_block",
         lambda state, rows_B: jnp.full_like(state.length_B, state.pool.none),
     ),
 }
