@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.memory.loops import at, fetch, put
+
 WORD_BITS = 32
 
 
@@ -139,10 +141,10 @@ def allocate(state: Buddy, slots) -> tuple[Buddy, jax.Array, jax.Array]:
     address = jnp.where(fits, key - first << order, state.pool_slots)
     chunk = jnp.where(fits, 1 << order, 0)
     cell = jnp.where(fits, address, 0)
-    held, chunk_N = lax.optimization_barrier((_at(state.chunk_N, cell), state.chunk_N))
+    held, chunk_N = fetch(state.chunk_N, cell)
     state = state.replace(
         free_A=free_A,
-        chunk_N=_put(chunk_N, cell, jnp.where(fits, chunk, held)),
+        chunk_N=put(chunk_N, cell, jnp.where(fits, chunk, held)),
         unallocated=state.unallocated - chunk,
     )
     return state, address, fits
@@ -156,7 +158,7 @@ def free(state: Buddy, address) -> tuple[Buddy, jax.Array]:
     size = state.chunk_N.shape[0]
     inside = (address >= 0) & (address < state.pool_slots)
     cell = jnp.where(inside, address, 0)
-    held, chunk_N = lax.optimization_barrier((_at(state.chunk_N, cell), state.chunk_N))
+    held, chunk_N = fetch(state.chunk_N, cell)
     chunk = jnp.where(inside, held, 0)
     valid = chunk > 0
     order = _order(chunk)
@@ -172,7 +174,7 @@ def free(state: Buddy, address) -> tuple[Buddy, jax.Array]:
     )
     state = state.replace(
         free_A=_flip(free_A, key, valid, size),
-        chunk_N=_put(chunk_N, cell, jnp.where(valid, 0, held)),
+        chunk_N=put(chunk_N, cell, jnp.where(valid, 0, held)),
         unallocated=state.unallocated + chunk,
     )
     return state, valid
@@ -200,25 +202,17 @@ def _levels(size: int) -> tuple[list[int], int]:
     return offsets, total
 
 
-def _at(array, index) -> jax.Array:
-    return array.at[index].get(mode="promise_in_bounds")
-
-
-def _put(array, index, value) -> jax.Array:
-    return array.at[index].set(value, mode="promise_in_bounds")
-
-
 def _contains(free_A, key) -> jax.Array:
-    return _at(free_A, key >> 5) >> (key & 31).astype(jnp.uint32) & 1 != 0
+    return at(free_A, key >> 5) >> (key & 31).astype(jnp.uint32) & 1 != 0
 
 
 def _flip(free_A, key, on, size: int) -> jax.Array:
     """Free set with the membership of ``key`` flipped where ``on``, all levels consistent."""
     for offset in _levels(size)[0]:
         index = offset + (key >> 5)
-        before, free_A = lax.optimization_barrier((_at(free_A, index), free_A))
+        before, free_A = fetch(free_A, index)
         after = before ^ jnp.where(on, jnp.uint32(1) << (key & 31).astype(jnp.uint32), 0)
-        free_A = _put(free_A, index, after)
+        free_A = put(free_A, index, after)
         on = (before == 0) != (after == 0)  # only then does the word's own bit change
         key = key >> 5
     return free_A
@@ -234,12 +228,12 @@ def _least_from(free_A, key, size: int) -> tuple[jax.Array, jax.Array]:
     paths, words, not_below = [], [], jnp.uint32(0xFFFFFFFF)
     for offset in offsets:
         paths.append(key >> 5)
-        words.append(_at(free_A, offset + (key >> 5)) & not_below << (key & 31).astype(jnp.uint32))
+        words.append(at(free_A, offset + (key >> 5)) & not_below << (key & 31).astype(jnp.uint32))
         key, not_below = key >> 5, jnp.uint32(0xFFFFFFFE)  # above the leaves: strictly later words
     node, found = jnp.int32(0), jnp.bool(False)
     for offset, path, word in zip(*map(reversed, (offsets, paths, words)), strict=True):
         here = word != 0
-        below = _at(free_A, offset + node)
+        below = at(free_A, offset + node)
         node = jnp.where(here, path, node) * WORD_BITS + _lowest_bit(jnp.where(here, word, below))
         found = found | here
         node = jnp.where(found, node, 0)

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.memory.loops import at, put
+
 
 class FirstFit(flax.struct.PyTreeNode):
     """Live chunks of one pool; Z is the bound on its slots plus one for the list's head."""
@@ -84,10 +86,10 @@ def allocate(state: FirstFit, slots) -> tuple[FirstFit, jax.Array, jax.Array]:
 
     def advance(gap):
         _, after = gap
-        return after + _at(state.chunk_Z, after), _at(state.next_Z, after)
+        return after + at(state.chunk_Z, after), at(state.next_Z, after)
 
-    start, after = lax.while_loop(too_small, advance, (jnp.int32(0), _at(state.next_Z, head)))
-    before = _at(state.previous_Z, after)
+    start, after = lax.while_loop(too_small, advance, (jnp.int32(0), at(state.next_Z, head)))
+    before = at(state.previous_Z, after)
     (start, before, after), arrays = _fence((start, before, after), state)
     chunk_Z, next_Z, previous_Z = arrays
     end = jnp.where(after == head, state.pool_slots, after)
@@ -97,9 +99,9 @@ def allocate(state: FirstFit, slots) -> tuple[FirstFit, jax.Array, jax.Array]:
     cell = jnp.where(fits, start, head)
     left, right = jnp.where(fits, start, before), jnp.where(fits, start, after)
     state = state.replace(
-        chunk_Z=_put(chunk_Z, cell, chunk),
-        next_Z=_put(_put(next_Z, left, after), before, right),
-        previous_Z=_put(_put(previous_Z, right, before), after, left),
+        chunk_Z=put(chunk_Z, cell, chunk),
+        next_Z=put(put(next_Z, left, after), before, right),
+        previous_Z=put(put(previous_Z, right, before), after, left),
         unallocated=state.unallocated - chunk,
     )
     return state, jnp.where(fits, start, state.pool_slots), fits
@@ -112,18 +114,18 @@ def free(state: FirstFit, address) -> tuple[FirstFit, jax.Array]:
     """
     head = state.chunk_Z.shape[0] - 1
     cell = jnp.where((address >= 0) & (address < state.pool_slots), address, head)
-    chunk = _at(state.chunk_Z, cell)
+    chunk = at(state.chunk_Z, cell)
     cell = jnp.where(chunk > 0, cell, head)
-    before, after = _at(state.previous_Z, cell), _at(state.next_Z, cell)
+    before, after = at(state.previous_Z, cell), at(state.next_Z, cell)
     (cell, chunk, before, after), arrays = _fence((cell, chunk, before, after), state)
     chunk_Z, next_Z, previous_Z = arrays
     valid = chunk > 0
     # Where nothing is freed, the head is written with what it already holds.
     left, right = jnp.where(valid, before, head), jnp.where(valid, after, head)
     state = state.replace(
-        chunk_Z=_put(chunk_Z, cell, 0),
-        next_Z=_put(_put(next_Z, cell, jnp.where(valid, head, after)), before, right),
-        previous_Z=_put(_put(previous_Z, cell, jnp.where(valid, head, before)), after, left),
+        chunk_Z=put(chunk_Z, cell, 0),
+        next_Z=put(put(next_Z, cell, jnp.where(valid, head, after)), before, right),
+        previous_Z=put(put(previous_Z, cell, jnp.where(valid, head, before)), after, left),
         unallocated=state.unallocated + chunk,
     )
     return state, valid
@@ -133,11 +135,3 @@ def _fence(values, state: FirstFit):
     """The values read, and the arrays to write: read again after a write, one would be copied."""
     arrays = (state.chunk_Z, state.next_Z, state.previous_Z)
     return lax.optimization_barrier((values, arrays))
-
-
-def _at(array, index) -> jax.Array:
-    return array.at[index].get(mode="promise_in_bounds")
-
-
-def _put(array, index, value) -> jax.Array:
-    return array.at[index].set(value, mode="promise_in_bounds")

@@ -10,6 +10,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from paged_jax.memory.loops import fetch
+
 
 class LinkedLists(flax.struct.PyTreeNode):
     """Lists over the nodes 0..Z-1. A node stands in at most one list."""
@@ -24,15 +26,22 @@ def create(nodes: int) -> LinkedLists:
     return LinkedLists(alone_Z, alone_Z)
 
 
-def chain(nodes: int) -> LinkedLists:
-    """One list of the nodes 0..nodes-1 in ascending order, its head at index ``nodes``."""
+def chain(nodes: int, count: jax.Array | None = None) -> LinkedLists:
+    """One list of the first ``count`` nodes, by default all, in ascending order.
+
+    Its head is the node ``nodes``; the nodes from ``count`` on stand in no list.
+    """
     index_Z = jnp.arange(nodes + 1, dtype=jnp.int32)
-    return LinkedLists(jnp.roll(index_Z, -1), jnp.roll(index_Z, 1))
+    count = jnp.int32(nodes) if count is None else count
+    last = jnp.where(count > 0, count - 1, nodes)
+    return LinkedLists(
+        jnp.roll(index_Z, -1).at[last].set(nodes), jnp.roll(index_Z, 1).at[nodes].set(last)
+    )
 
 
 def append(lists: LinkedLists, head: jax.Array, node: jax.Array) -> LinkedLists:
     """``node``, which stands alone, becomes the last of the list of ``head``."""
-    last, previous_Z = jax.lax.optimization_barrier((lists.previous_Z[head], lists.previous_Z))
+    last, previous_Z = fetch(lists.previous_Z, head)
     return LinkedLists(
         lists.next_Z.at[last].set(node).at[node].set(head),
         previous_Z.at[node].set(last).at[head].set(node),
@@ -41,7 +50,6 @@ def append(lists: LinkedLists, head: jax.Array, node: jax.Array) -> LinkedLists:
 
 def remove(lists: LinkedLists, node: jax.Array) -> LinkedLists:
     """``node`` leaves its list and stands alone. Its own links keep their last values."""
-    after, before, next_Z, previous_Z = jax.lax.optimization_barrier(
-        (lists.next_Z[node], lists.previous_Z[node], lists.next_Z, lists.previous_Z)
-    )
+    after, next_Z = fetch(lists.next_Z, node)
+    before, previous_Z = fetch(lists.previous_Z, node)
     return LinkedLists(next_Z.at[before].set(after), previous_Z.at[after].set(before))

@@ -14,9 +14,19 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def at(array: jax.Array, index: jax.Array | int) -> jax.Array:
+    """``array[index]`` of an index that is known to lie inside: nothing is checked or wrapped."""
+    return array.at[index].get(mode="promise_in_bounds")
+
+
+def put(array: jax.Array, index: jax.Array, value: jax.Array | int) -> jax.Array:
+    """``array`` with ``value`` at an index that is known to lie inside."""
+    return array.at[index].set(value, mode="promise_in_bounds")
+
+
 def fetch(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``(array[index], array)``, the value read before any write to the array returned."""
-    return lax.optimization_barrier((array[index], array))
+    """``(at(array, index), array)``, the value read before any write to the array returned."""
+    return lax.optimization_barrier((at(array, index), array))
 
 
 def when[State](condition: jax.Array, change: Callable[[State], State], state: State) -> State:

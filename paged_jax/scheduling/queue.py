@@ -45,13 +45,8 @@ class Queue(flax.struct.PyTreeNode):
 def create(work: RequestArrays, output_bound: int) -> Queue:
     """A queue of all requests, none admitted. ``output_bound``: no output is longer."""
     zero = jnp.int32(0)
-    order = lists.chain(work.bound)
-    # Padding is cut off: the last real request is followed by the head.
-    last, head = jnp.maximum(work.count - 1, 0), work.bound
     return Queue(
-        order=lists.LinkedLists(
-            order.next_Z.at[last].set(head), order.previous_Z.at[head].set(last)
-        ),
+        order=lists.chain(work.bound, work.count),
         waiting=zero,
         ends=lists.create(work.output_Y.shape[0] + output_bound),
         generated_R=jnp.zeros(work.bound, jnp.int32),
