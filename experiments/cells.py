@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 from experiments import sources
-from experiments.plan import BASELINES, Group, Settings, cell_of
+from experiments.plan import BASELINES, FACTORS, Group, Settings, cell_of
 from paged_jax.config import Bounds, PoolConfig
-from paged_jax.measure import progress, results
+from paged_jax.measure import environment, progress, results
 from paged_jax.memory import ledger
 from paged_jax.memory.allocators import ALLOCATORS
 from paged_jax.scheduling import policy
@@ -21,6 +22,23 @@ from paged_jax.serving import simulator
 from paged_jax.workload import lengths
 from paged_jax.workload.requests import independent
 from paged_jax.workload.sharing import with_samples
+
+
+def tabulate(
+    settings: Settings, out: str, flags: Mapping[str, Any], *, resume: bool
+) -> list[dict[str, Any]]:
+    """Runs a sweep into folder ``out``; returns its rows. ``flags`` are those that decide them."""
+    table = results.Table.open(
+        out,
+        factors=FACTORS,
+        metrics=settings.metrics(),
+        cells=settings.cells(),
+        run=environment.describe(flags, range(settings.seeds)),
+        resume=resume,
+    )
+    with table:
+        run(settings, table)
+    return results.read(out)
 
 
 def check(settings: Settings) -> None:
@@ -122,7 +140,8 @@ def run_group(
         cell = cell_of(group, *column)
         if cell in wanted:
             result = baselines.get(column) or _simulate(source, column)
-            yield cell, _measure(result, group.pool_slots, column[1], source.cut(), waste)
+            config = _config(settings, group, column[1])
+            yield cell, _measure(result, config, source.cut(), waste)
             if stop.is_set():
                 return
 
@@ -186,23 +205,18 @@ def _waste(result: simulator.Result, pool_slots: int) -> float:
 
 
 def _measure(
-    result: simulator.Result,
-    pool_slots: int,
-    block_size: int | str,
-    cut: float,
-    waste: dict[str, float],
+    result: simulator.Result, config: PoolConfig, cut: float, waste: dict[str, float]
 ) -> dict[str, float]:
-    sums, slot_steps = result.sums, result.steps * pool_slots
+    sums, slot_steps = result.sums, result.steps * config.pool_slots
     fraction = {name: sums[name] / slot_steps for name in ledger.CATEGORIES}
     lost = ("round_up", "stranded", "short")
     saved = sums["entries"] - sums["used"]
-    size = block_size if isinstance(block_size, int) else 1
-    own_waste = _waste(result, pool_slots)
+    own_waste = _waste(result, config.pool_slots)
     return {
         **{f"{name}_fraction": value for name, value in fraction.items()},
         "external_fraction": sum(sums[name] for name in lost) / slot_steps,
         "fragmented_fraction": (sums["round_up"] + sums["stranded"]) / slot_steps,
-        "saved_fraction": saved * size / slot_steps,
+        "saved_fraction": saved * config.block_size / slot_steps,
         "sharing_saving": saved / sums["entries"] if sums["entries"] else 0.0,
         "running_mean": result.mean("rows"),
         "requests_mean": result.mean("requests"),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from absl import flags
 
 from experiments import command
+from experiments.columns import NO_BLOCKS, reference_block_size
 from paged_jax.measure import results, statistics
 
 if TYPE_CHECKING:  # matplotlib takes most of a second: only drawing pays for it
@@ -34,7 +35,6 @@ if TYPE_CHECKING:  # matplotlib takes most of a second: only drawing pays for it
     from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
-BLOCK_SIZE = 16  # the paper's default
 COLUMN, PAGE = 3.4, 7.0  # inches across, of a paper in two columns
 PANELS = 3  # side by side at most
 
@@ -146,7 +146,7 @@ def _cell(row: Mapping[str, Any], path: Path) -> Cell:
         return Cell(
             row["workload"],
             allocator,
-            0 if row["block_size"] == "-" else int(row["block_size"]),
+            0 if row["block_size"] == NO_BLOCKS else int(row["block_size"]),
             float(row["sharing"]),
             int(row["pool_slots"]),
         )
@@ -347,8 +347,7 @@ def _block_sizes(sweep: Sweep) -> list[int]:
 
 def _reference(sweep: Sweep) -> int:
     """The block size that stands for paging; 0 in a sweep without paging."""
-    sizes = _block_sizes(sweep) or [0]
-    return BLOCK_SIZE if BLOCK_SIZE in sizes else sizes[len(sizes) // 2]
+    return reference_block_size(_block_sizes(sweep) or [0])
 
 
 def _look(cell: Cell) -> tuple[str, str, str]:

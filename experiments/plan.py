@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from experiments.columns import NO_BLOCKS
+from paged_jax.config import MOST
 from paged_jax.memory import ledger
 from paged_jax.memory.allocators import ALLOCATORS
 from paged_jax.workload import Trace, Workload
 
 FACTORS = ("workload", "allocator", "block_size", "sharing", "pool_slots", "seed")
-NO_BLOCKS = "-"
 BASELINES = tuple(name for name, scheme in ALLOCATORS.items() if not scheme.has_blocks)
 
 
@@ -41,7 +42,7 @@ class Settings:
     steps: int
     warmup_steps: int
     watermark: float = 0.0
-    max_rows: int = 2**30
+    max_rows: int = MOST
     replayed: Trace | None = None  # the workload "trace" in its own order, with its own arrivals
     step_seconds: float | None = None
     until_done: bool = False  # a run that leaves requests behind is an error

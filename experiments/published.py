@@ -18,7 +18,7 @@ from absl import flags
 from configs import published, sweeps
 from configs.pools import OPT_13B
 from experiments import cells, command, plan
-from paged_jax.measure import environment, results, statistics
+from paged_jax.measure import statistics
 from paged_jax.workload import Workload, lengths
 
 FLAGS = flags.FLAGS
@@ -40,11 +40,8 @@ def main(_: list[str]) -> None:
         print(f"{title}\n{'':<24}{'simulated':>16}{'expected':>12}{'difference':>12}")
         for label, values, expected in compared:
             summary = statistics.summarize(values)
-            spread = f" ±{summary.half_width:.2f}" if summary.count > 1 else ""
-            print(
-                f"{label:<24}{f'{summary.mean:.2f}{spread}':>16}{expected:>12.2f}"
-                f"{summary.mean - expected:>+12.2f}"
-            )
+            difference = summary.mean - expected
+            print(f"{label:<24}{summary.text(2):>16}{expected:>12.2f}{difference:>+12.2f}")
         print()
 
 
@@ -111,17 +108,8 @@ def _run(
         warmup_steps=sweeps.WARMUP_STEPS,
         watermark=published.WATERMARK,
     )
-    table = results.Table.open(
-        f"{out}/{folder}",
-        factors=plan.FACTORS,
-        metrics=settings.metrics(),
-        cells=settings.cells(),
-        run=environment.describe({"steps": steps, "samples": samples}, range(seeds)),
-        resume=resume,
-    )
-    with table:
-        cells.run(settings, table)
-    return _Rows(results.read(f"{out}/{folder}"))
+    decisive = {"steps": steps, "samples": samples}
+    return _Rows(cells.tabulate(settings, f"{out}/{folder}", decisive, resume=resume))
 
 
 class _Rows:

@@ -59,13 +59,11 @@ def count_needed(settings: Settings, group: Group) -> int:
 
 def bounds_of(settings: Settings) -> Bounds:
     """Array sizes with which one program of each kind serves the whole sweep."""
-    one_each = {(group.workload, group.pool_slots): group for group in settings.groups()}
-    firsts = [
-        requests_of(settings, group, count_needed(settings, group)) for group in one_each.values()
-    ]
+    counts = [count_needed(settings, group) for group in settings.groups() if group.seed == 0]
     return Bounds(
-        requests=_power_of_two(max(first.count for first in firsts)),
-        output=_power_of_two(max(int(first.output_RF.max()) for first in firsts)),
+        requests=_power_of_two(max(counts)),
+        # Requests are cut to the longest length, so no output passes it.
+        output=_power_of_two(max(drawn.max_length for drawn in settings.workloads.values())),
         blocks=max(max(settings.pool_slots) // min(settings.block_sizes), 1),
         block_size=max(settings.block_sizes),
         slots=max(settings.pool_slots),
@@ -95,9 +93,7 @@ class Source:
     def _load(self, count: int, bounds: Bounds) -> None:
         self.requests = requests_of(self.settings, self.group, count)
         self.bounds = dataclasses.replace(
-            bounds,
-            requests=max(bounds.requests, _power_of_two(self.requests.count)),
-            output=max(bounds.output, _power_of_two(int(self.requests.output_RF.max()))),
+            bounds, requests=max(bounds.requests, _power_of_two(self.requests.count))
         )
         with simulator.on_cpu():
             self.work = arrays.put(self.requests, self.bounds.requests)

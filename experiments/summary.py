@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.plan import NO_BLOCKS
+from experiments.columns import NO_BLOCKS, reference_block_size
 from paged_jax.measure import statistics
 
 # Metric, heading, factor, decimals.
@@ -53,8 +53,9 @@ def _panel(title: str, panel: dict[float, Cells]) -> Iterator[str]:
     yield f"{title}, sharing {least:g}, {100 * cut:.2f} % of requests cut to the longest length"
     yield _table(_WASTE, panel[least])
     for name in dict.fromkeys(name for name, size in panel[least] if size != NO_BLOCKS):
-        sizes = sorted((size for other, size in panel[least] if other == name), key=int)
-        size = "16" if "16" in sizes else sizes[len(sizes) // 2]
+        size = str(
+            reference_block_size([int(size) for other, size in panel[least] if other == name])
+        )
         if reclaimed := _reclaimed(panel[least][name, size]):
             yield f"waste reclaimed by {name} {size}, of that of {reclaimed}\n"
         if len(panel) > 1:
@@ -77,9 +78,7 @@ def _table(columns: Sequence[tuple[str, str, int, int]], cells: Cells) -> str:
 
 
 def _spread(values: Sequence[float], scale: int, decimals: int) -> str:
-    summary = statistics.summarize([scale * value for value in values])
-    mean = f"{summary.mean:.{decimals}f}"
-    return mean if summary.count == 1 else f"{mean} ±{summary.half_width:.{decimals}f}"
+    return statistics.summarize([scale * value for value in values]).text(decimals)
 
 
 def _reclaimed(metrics: Metrics) -> str:

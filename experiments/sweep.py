@@ -18,7 +18,6 @@ from absl import flags
 from configs import pools, sweeps
 from experiments import cells, command, figures, plan, summary, workloads
 from paged_jax.config import MOST
-from paged_jax.measure import environment, results
 from paged_jax.memory.allocators import ALLOCATORS
 
 FLAGS = flags.FLAGS
@@ -60,17 +59,8 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     settings = _settings()
     cells.check(settings)
-    table = results.Table.open(
-        FLAGS.out,
-        factors=plan.FACTORS,
-        metrics=settings.metrics(),
-        cells=settings.cells(),
-        run=environment.describe(_deciding_flags(), range(settings.seeds)),
-        resume=FLAGS.resume,
-    )
-    with table:
-        cells.run(settings, table)
-    print(summary.text(results.read(FLAGS.out)))
+    rows = cells.tabulate(settings, FLAGS.out, _deciding_flags(), resume=FLAGS.resume)
+    print(summary.text(rows))
     for path in figures.draw(FLAGS.out):
         print(path)
 

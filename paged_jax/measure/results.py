@@ -11,6 +11,7 @@ run that differs from it in anything may not add rows. Cost: one sync a cell.
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import fcntl
 import json
@@ -79,12 +80,11 @@ class Table:
         created = [path for path in (folder / ROWS, folder / RUN, folder) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         claim = _claim(folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(_remove, created)
+            undo.callback(os.close, claim)
             finished = _begin(folder, layout, plan, record, resume)
-        except BaseException:
-            os.close(claim)
-            _remove(created)
-            raise
+            undo.pop_all()
         return cls(folder / ROWS, layout, plan, finished, created, claim)
 
     def __contains__(self, cell: Cell) -> bool:

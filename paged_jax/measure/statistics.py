@@ -29,6 +29,11 @@ class Summary:
     sd: float  # of the sample: divided by count - 1
     half_width: float  # of the 95 % confidence interval around the mean
 
+    def text(self, decimals: int) -> str:
+        """``mean ±half_width``, or the mean alone of a single repeat."""
+        mean = f"{self.mean:.{decimals}f}"
+        return mean if self.count == 1 else f"{mean} ±{self.half_width:.{decimals}f}"
+
 
 def summarize(values: Iterable[float]) -> Summary:
     """Summary of repeats that differ in nothing but the seed.
