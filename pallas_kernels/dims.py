@@ -13,11 +13,12 @@ letter axis                                         letter axis
 ``G``  query heads of a kv head, H / K              ``D``  head width
 ``U``  2: keys and values                           ``L``  layers
 ``V``  vocabulary                                   ``P``  B + 1 offsets of packed rows
-``Q``  most query tokens of a row                   ``W``  table cells a row may gain in a step
+``Q``  most query tokens of a row or of a tile      ``W``  table cells a row may gain in a step
 ``R``  requests of a workload                       ``F``  samples of a request (fan-out)
 ``X``  common prefixes of a workload                ``J``  recorded metrics
 ``Y``  sequences of a workload, R * F               ``Z``  nodes of linked lists, heads last; cells
-``A``  words of a bitmap and the levels above it
+``A``  words of a bitmap and the levels above it    ``I``  query tiles of a kernel launch
+``E``  width of a model's residual stream
 ====== ============================================ ====== =====================================
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-AXES = frozenset("ABMSHGUVQRXYTNCKDLPWFJZ")
+AXES = frozenset("ABMSHGUVQRXYTNCKDLPWFJZIE")
 
 
 def dims(**arrays: Any) -> types.SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 # The first example of a property compiles, and a suite that CI repeats must find the same.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+# An interpreted kernel blocks a thread of XLA's pool for each warpgroup that waits: on a machine of
+# two cores, three of them hang.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
