@@ -34,7 +34,21 @@ def test_run_waits_for_the_result() -> None:
         return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), value)
 
     measured = timing.compile_and_time(slow_to_run, jnp.float32(1), repeats=3)
-    assert measured.run_seconds >= 0.05
+    assert measured.run_seconds >= measured.fastest_seconds >= 0.05
+
+
+def test_runs_take_turns_and_what_is_before_them_is_not_timed() -> None:
+    order = []
+
+    def before() -> None:
+        time.sleep(0.1)
+        order.append("before")
+
+    runs = [lambda: order.append("one"), lambda: order.append("two")]
+    one, two = timing.time_in_turn(runs, repeats=2, before=before)
+    assert order == ["before", "one", "before", "two"] * 2
+    assert len(one) == len(two) == 2
+    assert max(one + two) < 0.1
 
 
 def test_no_repeat_is_refused() -> None:
