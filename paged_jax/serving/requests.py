@@ -1,0 +1,73 @@
+"""What a user asks for and gets back: requests, their sequences, and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paged_jax.decoding.sampling import SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One output of a request while it is generated."""
+
+    row: int = -1  # of the batch, -1 before and after
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None  # "stop" or "length" when it has ended
+    text_length: int | None = None  # characters before the stop string that ended it
+
+    def finish(self, reason: str, tokens: int) -> None:
+        """Ends the sequence after its first ``tokens`` tokens."""
+        self.finish_reason = reason
+        del self.token_ids[tokens:], self.logprobs[tokens:]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and the sequences sampled from it."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    sequences: list[Sequence]
+    stored: int = 0  # prompt tokens in the cache
+
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished output."""
+
+    token_ids: tuple[int, ...]
+    text: str | None  # None without a tokenizer
+    cumulative_logprob: float  # of the model's own distribution, natural log
+    logprobs: tuple[float, ...] | None  # of each token, where they were asked for
+    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Cache memory of a run. ``slots``: mean over the run's dispatches, by ledger category."""
+
+    pool_slots: int
+    block_size: int
+    slot_bytes: int  # of one token in all layers, scales included
+    slots: dict[str, float]
+    entry_slots: float  # mean table entries * block size: what a cache without sharing would hold
+    saved_slots: float  # mean (table entries - blocks in use) * block size
+    copies: int  # blocks copied on write
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request came to."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    memory: MemoryUse  # of the run that served it
