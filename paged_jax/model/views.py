@@ -115,15 +115,6 @@ class DenseView(flax.struct.PyTreeNode):
     row_T: jax.Array  # i32, each token's row; B for padding
     position_T: jax.Array  # i32, each token's place in its row
 
-    @classmethod
-    def create(
-        cls, *, layers: int, rows: int, max_length: int, kv_heads: int, width: int, dtype: Any
-    ) -> DenseView:
-        """An empty cache, and no tokens."""
-        none = jnp.zeros(0, jnp.int32)
-        shape = (layers, 2, rows, kv_heads, max_length, width)
-        return cls(kv_LUBKSD=jnp.zeros(shape, dtype), row_T=none, position_T=none)
-
     def attend(
         self,
         layer: int,

@@ -20,7 +20,6 @@ from paged_jax.decoding import beams as device
 from paged_jax.decoding import steps
 from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
-from paged_jax.memory.layout import blocks_of
 from paged_jax.model.weights import Loaded
 from paged_jax.serving import engine
 from paged_jax.serving.memory_log import MemoryLog
@@ -56,7 +55,7 @@ def _waves(
     wave: list[list[int]] = []
     promised = 0
     for prompt_ids in prompts:
-        need = _need(config, prompt_ids, params)
+        need = engine.most_blocks(config, len(prompt_ids), params.max_tokens, params.beam_width)
         if need > config.blocks:
             raise ValueError(
                 f"pool_slots: {len(prompt_ids)} prompt tokens and {params.beam_width} beams of"
@@ -69,15 +68,6 @@ def _waves(
         wave.append(prompt_ids)
         promised += need
     yield wave
-
-
-def _need(config: EngineConfig, prompt_ids: list[int], params: BeamSearchParams) -> int:
-    """Blocks that a request's beams may come to hold: they share the prompt's full blocks."""
-    if config.cache == "dense":
-        return 0
-    shared = len(prompt_ids) // config.block_size
-    end = blocks_of(len(prompt_ids) + params.max_tokens - 1, config.block_size)
-    return shared + params.beam_width * (end - shared)
 
 
 def _search(

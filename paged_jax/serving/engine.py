@@ -56,7 +56,7 @@ class Engine:
             raise ValueError(f"n: {params.n} sequences need as many rows, of {self.config.rows}")
         request = Request(prompt, list(prompt_ids), params, [Sequence() for _ in range(params.n)])
         need = self._need(request)
-        if self.config.cache == "paged" and need > self.config.blocks:
+        if need > self.config.blocks:
             raise ValueError(
                 f"pool_slots: {len(prompt_ids)} prompt and {params.n} x {params.max_tokens} output"
                 f" tokens may need {need} blocks of {self.config.block_size} slots, the pool has"
@@ -82,11 +82,9 @@ class Engine:
         self._running.clear()
 
     def _need(self, request: Request) -> int:
-        """Blocks that a request may come to hold: samples share the prompt's full blocks."""
-        size, prompt = self.config.block_size, len(request.prompt_ids)
-        end = blocks_of(prompt + request.params.max_tokens - 1, size)
-        shared = prompt // size
-        return shared + len(request.sequences) * (end - shared)
+        """Blocks that a request may come to hold."""
+        tokens = len(request.prompt_ids), request.params.max_tokens
+        return most_blocks(self.config, *tokens, len(request.sequences))
 
     def _admit(self) -> None:
         seated = []
@@ -94,7 +92,7 @@ class Engine:
             request = self._waiting[0]
             free = [row for row, holder in enumerate(self._row) if holder is None]
             need = self._need(request)
-            room = self.config.cache == "dense" or self._promised + need <= self.config.blocks
+            room = self._promised + need <= self.config.blocks
             if len(free) < len(request.sequences) or not room:
                 break
             self._waiting.popleft()
@@ -266,6 +264,17 @@ def check_prompt(
             f"prompt: {len(prompt_ids)} tokens and {max_tokens} to come pass the context of"
             f" {config.max_length}"
         )
+
+
+def most_blocks(config: EngineConfig, prompt: int, output: int, sequences: int) -> int:
+    """Blocks that sequences of one prompt may come to hold, which share its full blocks.
+
+    ``prompt`` and ``output`` are tokens, the output's at most; a dense cache takes no blocks.
+    """
+    if config.cache == "dense":
+        return 0
+    shared = prompt // config.block_size
+    return shared + sequences * (blocks_of(prompt + output - 1, config.block_size) - shared)
 
 
 def end_tokens(params: SamplingParams, end_ids: tuple[int, ...]) -> tuple[int, ...]:

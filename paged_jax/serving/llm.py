@@ -126,9 +126,10 @@ class LLM:
         """Ends sequences whose text holds a stop string, after the token that completes it."""
         stops = request.params.stop
         for sequence in request.sequences:
-            if sequence.text_length is not None:
+            text = self._text(sequence)
+            if sequence.text_length is not None or not any(stop in text for stop in stops):
                 continue
-            for tokens in _prefixes(self._text(sequence), sequence, stops):
+            for tokens in range(1, len(sequence.token_ids) + 1):
                 text = self._text(sequence, tokens)
                 found = [text.index(stop) for stop in stops if stop in text]
                 if found:
@@ -173,8 +174,3 @@ def _listed(prompts: Prompt | Sequences[Prompt]) -> list[Prompt]:
     if not listed:
         raise ValueError("prompts: expected at least one")
     return listed
-
-
-def _prefixes(text: str, sequence: Sequence, stops: Sequences[str]) -> range:
-    """Numbers of tokens worth looking at: all, where the whole text holds a stop string."""
-    return range(1, len(sequence.token_ids) + 1 if any(stop in text for stop in stops) else 1)

@@ -239,10 +239,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **properties: str) -> None:
 
 def described(**settings: Any) -> Problem:
     """A decode call's."""
-    options: Call = dict.fromkeys(("scale", "window", "soft_cap", "k_scale", "v_scale"))
-    options |= dict.fromkeys(("sinks_H", "alibi_slope_H", "draft_mask_TQ"))
-    call = problem(lengths=[20, 0, 37], width=128, **settings)
-    return check(**options | call, causal=True)[1]
+    return check(**problem(lengths=[20, 0, 37], width=128, **settings))[1]
 
 
 SUFFIXES = [0, 1, 17]

@@ -21,18 +21,6 @@ from pallas_kernels.tiling import Tiling
 from tests.support import attention, backends
 from tests.support.attention import Call, Result
 
-OPTIONS: Call = dict.fromkeys(
-    (
-        "scale",
-        "window",
-        "soft_cap",
-        "sinks_H",
-        "alibi_slope_H",
-        "draft_mask_TQ",
-        "k_scale",
-        "v_scale",
-    )
-)
 # More steps than stages and a part of one, a row of nothing, less than a step, whole steps.
 LENGTHS = [300, 0, 5, 128]
 ROWS: dict[str, Any] = {"lengths": LENGTHS, "query_heads": 2, "kv_heads": 1, "dtype": "bfloat16"}
@@ -53,7 +41,7 @@ SIZES: dict[str, Any] = {
 
 
 def normal(call: Call) -> tuple[Operands, Problem]:
-    return problems.check(**(OPTIONS | {"causal": True} | call))
+    return problems.check(**call)
 
 
 def tiled(problem: Problem, **tiling: int) -> Tiling:

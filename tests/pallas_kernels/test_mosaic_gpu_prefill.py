@@ -24,18 +24,6 @@ CASES = {
     for case in attention_cases.exact_cases("bfloat16")
     if "query_start_P" in case.call and not case.splits and case.call["kv_NUKSD"].shape[3] >= 8
 }
-OPTIONS: Call = dict.fromkeys(
-    (
-        "scale",
-        "window",
-        "soft_cap",
-        "sinks_H",
-        "alibi_slope_H",
-        "draft_mask_TQ",
-        "k_scale",
-        "v_scale",
-    )
-)
 # Rows that start where a copy may not, a row without queries, one longer than its cache, one of
 # several tiles, and contexts that a step does not divide.
 RAGGED: Call = {
@@ -47,7 +35,7 @@ RAGGED: Call = {
 
 
 def normal(call: Call) -> tuple[Operands, Problem]:
-    return problems.check(**(OPTIONS | {"causal": True} | call))
+    return problems.check(**call)
 
 
 def run(call: Call, *, races: bool = False, **tiling: int) -> Result:

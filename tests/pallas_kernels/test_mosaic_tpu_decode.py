@@ -23,18 +23,6 @@ from tests.support.attention import Call, Result
 # Tiles of 128 tokens: rows of none, of a part of one, of one, of several, and of one token more.
 ROWS: Call = {"lengths": [0, 5, 128, 0, 300, 129, 0], "dtype": "bfloat16", "width": 128}
 TILE = {"tokens": 128}
-OPTIONS: Call = dict.fromkeys(
-    (
-        "scale",
-        "window",
-        "soft_cap",
-        "sinks_H",
-        "alibi_slope_H",
-        "draft_mask_TQ",
-        "k_scale",
-        "v_scale",
-    )
-)
 SECONDS = 300
 PROBLEM = Problem(
     rows=2,
@@ -62,7 +50,7 @@ def time_limit() -> Iterator[None]:
 
 def run(call: Call, *, cores: int = 1, **tiling: int) -> Result:
     """Results of a call; a race is a ``RuntimeError``."""
-    operands, problem = problems.check(**(OPTIONS | {"causal": True} | call))
+    operands, problem = problems.check(**call)
     chosen = dataclasses.replace(decode.default_tiling(problem), **(TILE | tiling))
     assert decode.refusal(problem, chosen) is None
     interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)

@@ -23,18 +23,6 @@ CASES = {
     for case in attention_cases.exact_cases("bfloat16")
     if "query_start_P" in case.call and not case.splits and case.call["kv_NUKSD"].shape[3] >= 8
 }
-OPTIONS: Call = dict.fromkeys(
-    (
-        "scale",
-        "window",
-        "soft_cap",
-        "sinks_H",
-        "alibi_slope_H",
-        "draft_mask_TQ",
-        "k_scale",
-        "v_scale",
-    )
-)
 # Tiles of 32 tokens: an empty row, rows of no length and of one query, rows of several tiles, and
 # context of steps that all see, that some see, and that hold the length's end.
 RAGGED: Call = {
@@ -47,7 +35,7 @@ SMALL = {"queries": 32, "tokens": 128}
 
 
 def normal(call: Call) -> tuple[Operands, Problem]:
-    return problems.check(**(OPTIONS | {"causal": True} | call))
+    return problems.check(**call)
 
 
 def run(call: Call, *, cores: int = 1, dma: Any = "on_wait", **tiling: int) -> Result:
