@@ -9,6 +9,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paged_jax.memory.loops import fetch
 
@@ -22,8 +23,8 @@ class LinkedLists(flax.struct.PyTreeNode):
 
 def create(nodes: int) -> LinkedLists:
     """``nodes`` lists of a single node each: every node may serve as a head."""
-    alone_Z = jnp.arange(nodes, dtype=jnp.int32)
-    return LinkedLists(alone_Z, alone_Z)
+    # Two arrays, not one twice: a state that is donated may hold no buffer twice.
+    return LinkedLists(jnp.arange(nodes, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32))
 
 
 def chain(nodes: int, count: jax.Array | None = None) -> LinkedLists:
@@ -53,3 +54,13 @@ def remove(lists: LinkedLists, node: jax.Array) -> LinkedLists:
     after, next_Z = fetch(lists.next_Z, node)
     before, previous_Z = fetch(lists.previous_Z, node)
     return LinkedLists(next_Z.at[before].set(after), previous_Z.at[after].set(before))
+
+
+def order(lists: LinkedLists, head: int) -> list[int]:
+    """The nodes of a list, up to the first that is not linked back to the one before. Host only."""
+    next_Z, previous_Z = np.asarray(lists.next_Z), np.asarray(lists.previous_Z)
+    nodes, before, node = [], head, int(next_Z[head])
+    while node != head and previous_Z[node] == before:
+        nodes.append(node)
+        before, node = node, int(next_Z[node])
+    return nodes
