@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 MOST = 2**30  # sizes, times and lengths stay below: their sums fit 32 bits
 
@@ -124,6 +125,10 @@ class ModelConfig:
             "max_length",
         ):
             _demand_size(name, getattr(self, name))
+        for window in {*self.windows} - {None}:
+            _demand_size("windows", window)
+        for name in ("norm_epsilon", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            _demand_positive(name, getattr(self, name))
         if self.query_heads % self.kv_heads:
             raise ValueError(
                 f"query_heads: expected a multiple of kv_heads = {self.kv_heads},"
@@ -164,9 +169,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "length", "accumulate"):
             _demand_size(name, getattr(self, name))
-        if self.warmup_steps < 0 or self.seed < 0 or self.weight_decay < 0:
-            raise ValueError("warmup_steps, seed, weight_decay: expected at least 0")
-        if self.peak_rate <= 0 or self.clip_norm <= 0:
+        if not (0 <= self.warmup_steps < MOST and 0 <= self.weight_decay < math.inf):
+            raise ValueError("warmup_steps, weight_decay: expected at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 32 bits without a sign, got {self.seed}")
+        if not (0 < self.peak_rate < math.inf and self.clip_norm > 0):
             raise ValueError("peak_rate, clip_norm: expected above 0")
 
 
@@ -183,7 +190,8 @@ class EngineConfig:
     pool_slots: int = 16_384  # tokens of all sequences together, paged
     max_length: int = 2_048  # tokens of one sequence, prompt and output
     rows: int = 32  # sequences that run at once
-    prefill_tokens: int = 512  # prompt tokens of one step, most
+    step_tokens: int = 512  # tokens of one step, most: what decodes comes first, then prompts
+    chunked_prefill: bool = True  # whether prompts are cut to fit that
     dispatch_steps: int = 32  # decode steps between two looks by the host, most
     kv_dtype: str = "auto"  # "auto": the model's
     backend: str | None = None  # of paged attention; None: the platform's
@@ -212,9 +220,46 @@ class EngineConfig:
         return self.pool_slots // self.block_size
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """What bounds a step on one device. Raises ``ValueError`` for values that do not go.
+
+    Efficiencies are the fractions of the peaks that whole steps reach: 1 until they are calibrated.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float  # bytes a second
+    flops: float  # dense matrix products: multiplications and additions a second, bf16
+    host_bandwidth: float  # bytes a second to or from host memory, one way
+    bandwidth_efficiency: float = 1.0
+    flops_efficiency: float = 1.0
+    launch_seconds: float = 0.0  # of a step, whatever it does
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.memory_bytes, int) or not self.memory_bytes > 0:
+            raise ValueError(
+                f"memory_bytes: expected a whole number above 0, got {self.memory_bytes!r}"
+            )
+        for name in ("memory_bandwidth", "flops", "host_bandwidth"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected above 0, got {getattr(self, name)!r}")
+        for name in ("bandwidth_efficiency", "flops_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected above 0 to 1, got {getattr(self, name)!r}")
+        if not 0 <= self.launch_seconds < math.inf:
+            raise ValueError(f"launch_seconds: expected at least 0, got {self.launch_seconds!r}")
+
+
 def _demand_sizes(config: PoolConfig | Bounds) -> None:
     for field in dataclasses.fields(config):
         _demand_size(field.name, getattr(config, field.name))
+
+
+def _demand_positive(name: str, value: object) -> None:
+    """Accepts None, too: what a model does not have."""
+    if not (value is None or (isinstance(value, int | float) and 0 < value < math.inf)):
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
 
 
 def _demand_size(name: str, value: object) -> None:
