@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.struct
@@ -38,6 +39,8 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty: expected a number, got {self.length_penalty}")
 
 
 class Beams(flax.struct.PyTreeNode):
@@ -56,7 +59,7 @@ class Beams(flax.struct.PyTreeNode):
     finished_token_RF: jax.Array
     open_R: jax.Array  # bool: the beams may still come before what is finished
     token_XB: jax.Array  # i32: what became row b in each step
-    parent_XB: jax.Array  # i32: the row it continued
+    parent_XB: jax.Array  # i32: the row it continued, B where its request was done
     steps: jax.Array  # i32
     fits: jax.Array  # bool
 
@@ -97,7 +100,7 @@ def begin(
     params: BeamSearchParams,
     last: bool,
 ) -> Beams:
-    """Stores a chunk of the prompts, as ``steps.prefill``; all requests begin with the ``last``."""
+    """Stores a chunk of the prompts, cut at ``start_P``; all requests begin with the ``last``."""
     batch, logits_BV, draws_B, fits = steps.store_prompts(
         graphdef, weights, beams.batch, token_T, start_P, source_B
     )
@@ -164,13 +167,12 @@ def _choose(beams: Beams, logits_BV: jax.Array, params: BeamSearchParams) -> Bea
         batch=batch.replace(
             cache=batch.cache.reorder(parent_B),
             token_B=token_B,
-            drawn_B=batch.drawn_B + was_live_B,
             live_B=live_B,
         ),
         score_B=score_B,
         open_R=open_R,
         token_XB=beams.token_XB.at[beams.steps].set(token_B),
-        parent_XB=beams.parent_XB.at[beams.steps].set(parent_B),
+        parent_XB=beams.parent_XB.at[beams.steps].set(jnp.where(was_live_B, parent_B, sizes.B)),
         steps=steps_done,
     )
 

@@ -13,6 +13,7 @@ compiled in: ``Uses``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax.config import MOST
 from pallas_kernels import dims
 
 
@@ -43,16 +45,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         ranges = {
             "n": (self.n, self.n >= 1, "at least 1"),
-            "temperature": (self.temperature, self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k, self.top_k >= 0, "at least 0"),
+            "temperature": (self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
+            "top_k": (self.top_k, 0 <= self.top_k < MOST, f"from 0 and below {MOST}"),
             "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
             "min_p": (self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (
                 self.repetition_penalty,
-                self.repetition_penalty > 0,
+                0 < self.repetition_penalty < math.inf,
                 "above 0",
             ),
             "max_tokens": (self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            "seed": (self.seed, 0 <= self.seed < 2**32, "32 bits without a sign"),
         }
         for name, (value, legal, wanted) in ranges.items():
             if not legal:

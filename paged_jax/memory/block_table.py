@@ -118,6 +118,28 @@ def reserve(
     return state, Copies(jnp.where(made_B, tail_B, none), block_BW[:, 0]), fits
 
 
+def demand(state: BlockTable, tokens_B: jax.Array) -> jax.Array:
+    """Blocks that ``reserve`` of ``tokens_B`` would take, copies included, as a scalar.
+
+    Reads only; O(B), and O(B * B) where last blocks are shared.
+    """
+    dims(tokens_B=tokens_B, length_B=state.length_B)
+    length_B, size = state.length_B, state.block_size
+    gained_B = blocks_of(length_B + tokens_B, size) - blocks_of(length_B, size)
+    writes_tail_B = (tokens_B > 0) & (length_B % size > 0)
+    tail_B = last_block(state, writes_tail_B)
+    holders_B = state.pool.refcount_N.at[tail_B].get(mode="fill", fill_value=0)
+
+    def copied() -> jax.Array:
+        same_BB = (tail_B[:, None] == tail_B) & writes_tail_B
+        everybody_B = same_BB.sum(axis=1) == holders_B
+        first_B = jnp.argmax(same_BB, axis=1) == jnp.arange(tail_B.shape[0])
+        return ((holders_B > 1) & ~(everybody_B & first_B)).sum(dtype=jnp.int32)
+
+    copies = lax.cond((holders_B > 1).any(), copied, lambda: jnp.int32(0))
+    return gained_B.sum(dtype=jnp.int32) + copies
+
+
 def fork(
     state: BlockTable, parent_B: jax.Array, tokens_B: jax.Array | None = None
 ) -> tuple[BlockTable, jax.Array]:

@@ -1,4 +1,4 @@
-"""The arrays behind a paged cache: all layers' keys and values in one pool of blocks, and scales.
+"""The arrays behind a cache: all layers' keys and values in one pool of blocks, and scales.
 
 Block b of layer l is row ``l * blocks + b`` of one array, so that writing a layer is a scatter into
 the donated pool and reading it an offset on the block table; neither ever copies a layer. Types of
@@ -38,7 +38,9 @@ class KVCache(flax.struct.PyTreeNode):
         total = sum(array.nbytes for array in arrays if array is not None)
         return total // (self.blocks * self.kv_NUKSD.shape[3])
 
-    def write(self, layer: int, k_TKD: jax.Array, v_TKD: jax.Array, slot_T: jax.Array) -> KVCache:
+    def write(
+        self, layer: int | jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, slot_T: jax.Array
+    ) -> KVCache:
         """The cache with a layer's keys and values at the slots; past ``blocks * S``: nowhere."""
         slots = self.blocks * self.kv_NUKSD.shape[3]
         slot_T = jnp.where(slot_T < slots, slot_T + layer * slots, self.layers * slots)
@@ -67,6 +69,30 @@ class KVCache(flax.struct.PyTreeNode):
         )
 
 
+class DenseKV(flax.struct.PyTreeNode):
+    """Keys and values in contiguous rows of S slots: blocks as long as a sequence can get."""
+
+    kv_LUBKSD: jax.Array  # B: blocks
+
+    @property
+    def blocks(self) -> int:
+        """Rows."""
+        return self.kv_LUBKSD.shape[2]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.kv_LUBKSD.nbytes // (self.blocks * self.kv_LUBKSD.shape[4])
+
+    def copy(self, copies: Copies) -> DenseKV:
+        """As ``KVCache.copy``: whole rows."""
+        kv = self.kv_LUBKSD
+        row_C = jnp.minimum(copies.source_C, self.blocks - 1)
+        return self.replace(
+            kv_LUBKSD=kv.at[:, :, copies.target_C].set(kv[:, :, row_C], mode="drop")
+        )
+
+
 def create(
     *, layers: int, blocks: int, block_size: int, kv_heads: int, width: int, dtype: str
 ) -> KVCache:
@@ -81,3 +107,11 @@ def create(
         v_scale_NKS=scale(),
         blocks=blocks,
     )
+
+
+def create_dense(
+    *, layers: int, rows: int, slots: int, kv_heads: int, width: int, dtype: str
+) -> DenseKV:
+    """Rows of zeros, of ``slots`` slots each. ``dtype``: f32 or bf16."""
+    shape = (layers, 2, rows, kv_heads, slots, width)
+    return DenseKV(jnp.zeros(shape, DTYPES[dtype]))

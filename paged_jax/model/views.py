@@ -9,6 +9,7 @@ and the baseline.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol, Self
 
 import flax.struct
@@ -60,23 +61,38 @@ class PagedView(flax.struct.PyTreeNode):
         soft_cap: float | None,
     ) -> tuple[jax.Array, PagedView]:
         """As ``View.attend``, through the block table."""
-        cache = self.cache.write(layer, k_TKD, v_TKD, self.slot_T)
-        # Cells past a row's length may name any block: they are never read.
-        out_THD = paged_attention(
-            q_THD,
-            cache.kv_NUKSD,
-            self.table_BM + layer * cache.blocks,
-            self.length_B,
-            self.query_start_P,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            k_scale=cache.k_scale_NKS,
-            v_scale=cache.v_scale_NKS,
-            backend=self.backend,
-            interpret=self.interpret,
-        )
-        return out_THD, self.replace(cache=cache)
+        return _attend_paged(self, jnp.int32(layer), q_THD, k_TKD, v_TKD, scale, window, soft_cap)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+def _attend_paged(
+    view: PagedView,
+    layer: jax.Array,
+    q_THD: jax.Array,
+    k_TKD: jax.Array,
+    v_TKD: jax.Array,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[jax.Array, PagedView]:
+    """A function of its own so that layers which differ in weights alone share one trace."""
+    cache = view.cache.write(layer, k_TKD, v_TKD, view.slot_T)
+    # Cells past a row's length may name any block: they are never read.
+    out_THD = paged_attention(
+        q_THD,
+        cache.kv_NUKSD,
+        view.table_BM + layer * cache.blocks,
+        view.length_B,
+        view.query_start_P,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=cache.k_scale_NKS,
+        v_scale=cache.v_scale_NKS,
+        backend=view.backend,
+        interpret=view.interpret,
+    )
+    return out_THD, view.replace(cache=cache)
 
 
 class CausalView(flax.struct.PyTreeNode):

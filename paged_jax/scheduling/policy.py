@@ -20,6 +20,7 @@ IDLE = 1  # nobody waits
 ROWS = 2  # the head of the queue lacks rows
 SHORT = 3  # the head of the queue lacks blocks or slots, or somebody was preempted
 STRANDED = 4  # enough is free in all, but not in one piece
+BUDGET = 5  # the step computes as many tokens as it may
 
 
 class Limits(flax.struct.PyTreeNode):
@@ -27,21 +28,49 @@ class Limits(flax.struct.PyTreeNode):
 
     rows: jax.Array  # i32: most sequences that run at once
     watermark: jax.Array  # i32: blocks that stay free at an admission while others run
+    tokens: jax.Array  # i32: most tokens that a step computes
+    chunked: jax.Array  # bool: a prompt may be computed in several steps
 
 
-def limits(*, rows: int = MOST, watermark: float = 0.0, blocks: int | None = None) -> Limits:
+def limits(
+    *,
+    rows: int = MOST,
+    watermark: float = 0.0,
+    blocks: int | None = None,
+    tokens: int = MOST,
+    chunked: bool = True,
+) -> Limits:
     """Limits of ``rows`` running sequences and a watermark of floor(f * (blocks + 1)) blocks.
 
-    The one more block is the null block that vLLM counts among its pool's. Raises ``ValueError``
-    for values that do not go; ``blocks``, the pool's, is needed with a watermark.
+    The one more block is the null block that vLLM counts among its pool's. ``tokens`` is a step's
+    budget, and ``chunked`` whether a prompt may be cut to fit it; a scheduler without a budget
+    ignores both. Raises ``ValueError`` for values that do not go; ``blocks``, the pool's, is needed
+    with a watermark.
     """
     if not 1 <= rows <= MOST:
         raise ValueError(f"rows: expected 1 to {MOST}, got {rows}")
+    if not 1 <= tokens <= MOST:
+        raise ValueError(f"tokens: expected 1 to {MOST}, got {tokens}")
     if not 0 <= watermark < 1:
         raise ValueError(f"watermark: expected a fraction in [0, 1), got {watermark}")
     if (watermark and blocks is None) or (blocks is not None and blocks < 1):
         raise ValueError(f"blocks: expected the pool's, at least 1, got {blocks}")
-    return Limits(jnp.int32(rows), jnp.int32(int(watermark * ((blocks or 0) + 1))))
+    return Limits(
+        rows=jnp.int32(rows),
+        watermark=jnp.int32(int(watermark * ((blocks or 0) + 1))),
+        tokens=jnp.int32(tokens),
+        chunked=jnp.bool_(chunked),
+    )
+
+
+def share(limits: Limits, wanted: jax.Array, before: jax.Array, left: jax.Array) -> jax.Array:
+    """Tokens that a row computes which wants ``wanted``, after others who want ``before``.
+
+    ``left`` is what the budget leaves to all of them. Uncut prompts wait for a step that takes them
+    whole, and whoever comes after them waits, too.
+    """
+    cut = jnp.clip(left - before, 0, wanted)
+    return jnp.where(limits.chunked | (cut == wanted), cut, 0)
 
 
 def may_grow(demand: jax.Array, free: jax.Array) -> jax.Array:
@@ -58,6 +87,7 @@ def judge(
     rows: jax.Array,
     running: jax.Array,
     preempted: jax.Array,
+    granted: jax.Array | int = 1,
 ) -> jax.Array:
     """The verdict on the head of the queue: ``ADMITTED``, or why it has to wait.
 
@@ -69,12 +99,14 @@ def judge(
       rows: sequences that it adds.
       running: sequences that run already.
       preempted: whether anybody was preempted in this step, which then admits nobody.
+      granted: tokens that it would compute in this step.
     """
     reserve = jnp.where(running > 0, limits.watermark, 0)
     refusals = (
         (preempted, SHORT),
         (~waiting, IDLE),
         (running + rows > limits.rows, ROWS),
+        (jnp.asarray(granted) == 0, BUDGET),
         (need + reserve > free, SHORT),
     )
     return jnp.select([refused for refused, _ in refusals], [why for _, why in refusals], ADMITTED)

@@ -6,7 +6,7 @@ the place of the first waiting request are the whole queue: admitting moves that
 preempting moves it back. Running sequences also stand in the list of the step they end in.
 
 The rules are those of ``policy``; memory is any module with the verbs of ``verbs.Memory``. The same
-decisions over whole arrays of counts are ``schedule.schedule``; a test holds both equal.
+decisions over the rows of an engine are ``batching``'s; a test holds both equal.
 Cost: O(1) for each admission, preemption, growth and end.
 """
 

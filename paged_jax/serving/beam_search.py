@@ -21,8 +21,8 @@ from paged_jax.decoding import steps
 from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.model.weights import Loaded
-from paged_jax.serving import engine
-from paged_jax.serving.memory_log import MemoryLog
+from paged_jax.serving import dispatch, settings
+from paged_jax.serving.memory_log import Held, MemoryLog
 from paged_jax.serving.requests import Request, Sequence
 
 Prompts = Sequences[list[int]]
@@ -36,13 +36,13 @@ def run(
 
     Raises ``ValueError`` before anything runs for a prompt or a width that cannot be served.
     """
-    config = engine.fit_config(config, model)
+    config = settings.fit_config(config, model)
     if params.beam_width > config.rows:
         raise ValueError(
             f"beam_width: {params.beam_width} beams need as many rows, of {config.rows}"
         )
     for prompt_ids in prompts:
-        engine.check_prompt(prompt_ids, params.max_tokens, config, model.config.vocabulary)
+        settings.check_prompt(prompt_ids, params.max_tokens, config, model.config.vocabulary)
     waves = list(_waves(config, prompts, params))
     served = [_search(model, config, wave, params) for wave in waves]
     return [request for requests, _ in served for request in requests], [log for _, log in served]
@@ -55,7 +55,7 @@ def _waves(
     wave: list[list[int]] = []
     promised = 0
     for prompt_ids in prompts:
-        need = engine.most_blocks(config, len(prompt_ids), params.max_tokens, params.beam_width)
+        need = settings.most_blocks(config, len(prompt_ids), params.max_tokens, params.beam_width)
         if need > config.blocks:
             raise ValueError(
                 f"pool_slots: {len(prompt_ids)} prompt tokens and {params.beam_width} beams of"
@@ -78,27 +78,38 @@ def _search(
     config = dataclasses.replace(config, rows=len(prompts) * width)
     ends = () if params.ignore_eos else model.end_ids
     graphdef, weights = nnx.split(model.decoder)
-    cache = engine.create_cache(model, config)
+    cache = settings.create_cache(model, config)
     batch = steps.create(cache, rows=config.rows, ends=max(1, len(ends)))
     if ends:
         batch = batch.replace(end_BX=jnp.tile(jnp.array(ends, jnp.int32), (config.rows, 1)))
     beams = device.create(batch, params)
     requests = [_request(prompt_ids, params) for prompt_ids in prompts]
-    held = [(request, index) for request in requests for index in range(width)]
+    held: Held = [(request, index) for request in requests for index in range(width)]
     log = MemoryLog(cache)
-    for chunk, last in _chunks(prompts, width, config.prefill_tokens):
+    for chunk, last in _chunks(prompts, width, config.step_tokens):
         beams = device.begin(graphdef, weights, beams, *chunk, params=params, last=last)
     log.record(beams.batch.cache, held)
     done = 1
     while done < params.max_tokens and bool(beams.batch.live_B.any()):
+        beams, held = _retire(beams, held)
         done = min(done + config.dispatch_steps, params.max_tokens)
         beams = device.search(graphdef, weights, beams, jnp.int32(done), params=params)
         log.record(beams.batch.cache, held)
-    found = jax.device_get(beams.replace(batch=beams.batch.replace(cache=None, samplers=None)))
+    found = jax.device_get(beams.replace(batch=beams.batch.replace(cache=None)))
     assert found.fits, "the wave was cut to what the pool holds"
+    log.parent_XB = np.asarray(found.parent_XB[: int(found.steps)])
     for number, request in enumerate(requests):
         request.sequences = _hypotheses(found, number, params)
     return requests, log
+
+
+def _retire(beams: Beams, held: Held) -> tuple[Beams, Held]:
+    """Frees the rows of requests that are done while others go on."""
+    live_B = np.asarray(beams.batch.live_B)
+    going = [one if live else None for one, live in zip(held, live_B, strict=True)]
+    if going == held:
+        return beams, held
+    return beams.replace(batch=steps.retire(beams.batch, jnp.asarray(~live_B))), going
 
 
 def _request(prompt_ids: list[int], params: BeamSearchParams) -> Request:
@@ -120,13 +131,13 @@ def _chunks(
             room = most - sum(map(len, piece.values()))
             piece[number * width], left = left[:room], left[room:]
             if len(left) or room == len(piece[number * width]):
-                yield (*engine.pack(piece, rows, most), jnp.asarray(nobody)), False
+                yield (*dispatch.pack(piece, rows, most), jnp.asarray(nobody)), False
                 piece = {}
     if piece:
-        yield (*engine.pack(piece, rows, most), jnp.asarray(nobody)), False
+        yield (*dispatch.pack(piece, rows, most), jnp.asarray(nobody)), False
     last = {number * width: prompt_ids[-1:] for number, prompt_ids in enumerate(prompts)}
     first_B = np.arange(rows, dtype=np.int32) // width * width
-    yield (*engine.pack(last, rows, most), jnp.asarray(first_B)), True
+    yield (*dispatch.pack(last, rows, most), jnp.asarray(first_B)), True
 
 
 def _hypotheses(found: Beams, number: int, params: BeamSearchParams) -> list[Sequence]:

@@ -1,302 +1,300 @@
-"""An engine: requests in, tokens out, a batch of rows on the device in between.
+"""An engine: requests in, tokens out, continuous batching on the device in between.
 
-The host admits requests first come, first served, feeds prompts in chunks, and looks at the device
-once a dispatch, of one prefill step or of many decode steps. A request is admitted when the blocks
-it may come to need are free beside those promised to others, so nothing is ever preempted. Samples
-of a request share its prompt's blocks and copy the partial last one when they write.
+The host keeps what the device cannot know (texts, who is who), enters requests into the device's
+slots in order of service, and looks at the device once a dispatch: after one step that computes
+prompts, or after many that only decode. Who runs, waits or is preempted is decided on the device by
+``scheduling.batching``; a preempted request recomputes its tokens and goes on as if nothing had
+been. Samples of a request share its prompt's blocks and copy the partial last one when they write.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.config import EngineConfig
-from paged_jax.decoding import caches, sampling, steps
+from paged_jax.config import MOST, EngineConfig
+from paged_jax.decoding import sampling
 from paged_jax.decoding.sampling import SamplingParams
-from paged_jax.memory.layout import blocks_of
 from paged_jax.model.weights import Loaded
+from paged_jax.scheduling import policy
+from paged_jax.serving import dispatch, settings
 from paged_jax.serving.memory_log import MemoryLog
 from paged_jax.serving.requests import Request, Sequence
 
-_ENDS = 8  # end tokens a row has room for, without another compilation
-
 
 class Engine:
-    """Serves requests of one model. Raises ``ValueError`` for settings the model cannot have."""
+    """Serves requests of one model, of up to ``samples`` sequences each.
 
-    def __init__(self, model: Loaded, config: EngineConfig) -> None:
-        self.config = fit_config(config, model)
+    Raises ``ValueError`` for settings the model cannot have.
+    """
+
+    def __init__(self, model: Loaded, config: EngineConfig, *, samples: int = 1) -> None:
+        self.config = settings.fit_config(config, model)
         self._end_ids = model.end_ids
         self._vocabulary = model.config.vocabulary
         self._graphdef, self._weights = nnx.split(model.decoder)
-        self._batch = steps.create(
-            create_cache(model, self.config), rows=self.config.rows, ends=_ENDS
+        self._limits = policy.limits(
+            rows=self.config.rows,
+            tokens=self.config.step_tokens,
+            chunked=self.config.chunked_prefill,
         )
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._running: list[Request] = []
+        # Those that run, and as many that wait: the device always sees the head of the queue.
+        slots = 2 * self.config.rows
+        self._slots: list[Request | None] = [None] * slots
+        self._batch = dispatch.create(
+            settings.create_cache(model, self.config),
+            requests=slots,
+            samples=samples,
+            ends=settings.ENDS,
+        )
+        self._queue: list[Request] = []
+        self._numbers = itertools.count()
         self._row: list[tuple[Request, int] | None] = [None] * self.config.rows
-        self._promised = 0  # blocks that running requests hold or may come to need
         self._uses = sampling.Uses()
+        self.preemptions = 0
         self.memory = MemoryLog(self._batch.cache)
 
     def add(
-        self, prompt_ids: Sequences[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_ids: Sequences[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        priority: int = 0,
     ) -> Request:
-        """Queues a request. Raises ``ValueError`` for one that could never be served."""
-        check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
-        if params.n > self.config.rows:
-            raise ValueError(f"n: {params.n} sequences need as many rows, of {self.config.rows}")
-        request = Request(prompt, list(prompt_ids), params, [Sequence() for _ in range(params.n)])
-        need = self._need(request)
-        if need > self.config.blocks:
+        """Queues a request; the lowest ``priority`` is served first, then the first to come.
+
+        Raises ``ValueError`` for one that could never be served.
+        """
+        settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
+        most = min(self.config.rows, self._batch.book.live_RF.shape[1])
+        if params.n > most:
+            raise ValueError(f"n: {params.n} sequences need as many rows, of {most}")
+        sequences = [Sequence() for _ in range(params.n)]
+        request = Request(
+            prompt, list(prompt_ids), params, sequences, priority, next(self._numbers)
+        )
+        need = settings.most_blocks(self.config, len(prompt_ids), params.max_tokens, params.n)
+        if need > self._batch.cache.kv.blocks:
             raise ValueError(
                 f"pool_slots: {len(prompt_ids)} prompt and {params.n} x {params.max_tokens} output"
                 f" tokens may need {need} blocks of {self.config.block_size} slots, the pool has"
                 f" {self.config.blocks}"
             )
+        settings.end_tokens(params, self._end_ids)
         if params.repetition_penalty != 1 or params.temperature > 0:
             self._uses = _joined(self._uses, sampling.Uses.of([params]))
-        self._waiting.append(request)
+        bisect.insort(self._queue, request, key=_order)
         return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self._queue) or any(self._slots)
 
     def run(self) -> Iterator[list[Request]]:
         """Serves all that was added, a dispatch at a time; yields the requests it moved on."""
-        while self._waiting or self._running:
-            self._admit()
-            prefilling = [one for one in self._running if one.stored < len(one.prompt_ids)]
-            drawn = self._prefill(prefilling) if prefilling else self._decode()
-            yield self._collect(drawn)
+        while self.busy:
+            yield self.advance()
 
-    def abort(self) -> None:
-        """Drops all requests and frees what they hold."""
-        self._waiting.clear()
-        self._retire([row for row, holder in enumerate(self._row) if holder])
-        self._running.clear()
+    def advance(self) -> list[Request]:
+        """One dispatch. Returns the requests that have new tokens."""
+        self._submit()
+        return self._decode() or self._compute()
 
-    def _need(self, request: Request) -> int:
-        """Blocks that a request may come to hold."""
-        tokens = len(request.prompt_ids), request.params.max_tokens
-        return most_blocks(self.config, *tokens, len(request.sequences))
-
-    def _admit(self) -> None:
-        seated = []
-        while self._waiting:
-            request = self._waiting[0]
-            free = [row for row, holder in enumerate(self._row) if holder is None]
-            need = self._need(request)
-            room = self._promised + need <= self.config.blocks
-            if len(free) < len(request.sequences) or not room:
-                break
-            self._waiting.popleft()
-            self._running.append(request)
-            self._promised += need
-            for index, (sequence, row) in enumerate(zip(request.sequences, free, strict=False)):
-                sequence.row = row
-                self._row[row] = (request, index)
-                seated.append(row)
-        if seated:
-            self._seat(seated)
-
-    def _seat(self, seated: list[int]) -> None:
-        rows = self.config.rows
-        idle = SamplingParams(temperature=0)
-        holders = [(held[0].params, held[1]) if held else (idle, 0) for held in self._row]
-        end_BX = np.full((rows, self._batch.end_BX.shape[1]), -1, np.int32)
-        seen_BV = np.zeros((rows, self._vocabulary), bool) if self._uses.penalises else None
-        for row in seated:
-            held = self._row[row]
-            assert held is not None, "a row is seated with a request"
-            ends = end_tokens(held[0].params, self._end_ids)
-            end_BX[row, : len(ends)] = ends
-            if seen_BV is not None:
-                seen_BV[row, held[0].prompt_ids] = True
-        self._batch = steps.seat(
-            self._batch,
-            jnp.zeros(rows, bool).at[np.array(seated)].set(True),
-            jnp.array([params.max_tokens for params, _ in holders], jnp.int32),
-            jnp.asarray(end_BX),
-            sampling.samplers(holders, rows),
-            None if seen_BV is None else jnp.asarray(seen_BV),
+    def lower_decode(self, params: SamplingParams) -> jax.stages.Lowered:
+        """The program of a decode dispatch for requests of such params, to look into."""
+        return dispatch.decode.lower(
+            *self._decode_arguments(),
+            most_steps=self.config.dispatch_steps,
+            uses=sampling.Uses.of([params]),
         )
 
-    def _prefill(self, requests: list[Request]) -> steps.Drawn:
-        """One chunk of prompts, in order of rows as packed queries are."""
-        budget, chunk_of = self.config.prefill_tokens, {}
-        source_B = np.full(self.config.rows, self.config.rows, np.int32)
-        for request in requests:
-            first = request.sequences[0].row
-            chunk = request.prompt_ids[request.stored : request.stored + budget]
-            if not chunk:
-                break
-            chunk_of[first] = chunk
-            budget -= len(chunk)
-            request.stored += len(chunk)
-            if request.stored == len(request.prompt_ids):
-                source_B[[sequence.row for sequence in request.sequences]] = first
-        token_T, start_P = pack(chunk_of, self.config.rows, self.config.prefill_tokens)
-        self._batch, drawn = steps.prefill(
-            self._graphdef,
-            self._weights,
-            self._batch,
-            token_T,
-            start_P,
-            jnp.asarray(source_B),
-            uses=self._uses,
-        )
-        return drawn
+    def stop(self, request: Request, sequence: Sequence, tokens: int) -> None:
+        """Ends a sequence after its first ``tokens`` tokens: a stop string was met."""
+        if not sequence.finish_reason:
+            self._leave(request, [sequence])
+        sequence.finish("stop", tokens)
+        self._free(request)
 
-    def _decode(self) -> steps.Drawn:
-        """Many steps: to the end of all rows, or of the first where others wait for its place."""
-        left = [
-            request.params.max_tokens - len(sequence.token_ids)
-            for request in self._running
-            for sequence in request.sequences
-            if not sequence.finish_reason
-        ]
-        count = min(self.config.dispatch_steps, min(left) if self._waiting else max(left))
-        self._batch, drawn = steps.decode(
-            self._graphdef,
-            self._weights,
+    def abort(self, request: Request) -> None:
+        """Drops a request wherever it is, and frees what it holds. What it has drawn stays."""
+        open_ = [sequence for sequence in request.sequences if not sequence.finish_reason]
+        if request in self._queue:
+            self._queue.remove(request)
+        elif open_:
+            self._leave(request, open_)
+        for sequence in open_:
+            sequence.finish("abort", len(sequence.token_ids))
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """The slot of a request that is over is empty."""
+        if request.finished and request in self._slots:
+            self._slots[self._slots.index(request)] = None
+
+    def _submit(self) -> None:
+        """Enters queued requests into free slots, in order of service."""
+        free = [slot for slot, request in enumerate(self._slots) if request is None]
+        count = min(len(free), len(self._queue))
+        if not count:
+            return
+        for slot in free[:count]:
+            self._slots[slot] = self._queue.pop(0)
+        rank_R = np.full(len(self._slots), MOST, np.int32)
+        ranked = sorted((_order(one), slot) for slot, one in enumerate(self._slots) if one)
+        rank_R[[slot for _, slot in ranked]] = np.arange(len(ranked))
+
+        def of(value: Callable[[Request], int]) -> jax.Array:
+            return jnp.array([value(one) if one else 1 for one in self._slots], jnp.int32)
+
+        self._batch = dispatch.submit(
             self._batch,
-            count,
+            jnp.zeros(len(self._slots), bool).at[np.array(free[:count])].set(True),
+            jnp.asarray(rank_R),
+            of(lambda request: len(request.prompt_ids)),
+            of(lambda request: request.params.max_tokens),
+            of(lambda request: request.params.n),
+        )
+
+    def _decode(self) -> list[Request]:
+        """Many steps in which every row decodes; none where the next one has to be planned."""
+        self._batch, drawn = dispatch.decode(
+            *self._decode_arguments(),
             most_steps=self.config.dispatch_steps,
             uses=self._uses,
         )
-        return drawn
+        drawn = jax.device_get(drawn)
+        moved: list[Request] = []
+        for nth in range(drawn.steps):
+            moment = jax.tree.map(lambda many, nth=nth: many[nth], drawn.moments)
+            self._record(moment)
+            moved += self._collect(drawn.token_XB[nth], drawn.logprob_XB[nth])
+        return list(dict.fromkeys(moved))
 
-    def _collect(self, drawn: steps.Drawn) -> list[Request]:
-        """Hands out what a dispatch drew and frees the rows of what has ended."""
-        token_XB, logprob_XB, fits = jax.device_get((drawn.token_XB, drawn.logprob_XB, drawn.fits))
-        assert fits, "admission promised the blocks"
-        self.memory.record(self._batch.cache, self._row)
-        ended, moved = [], []
-        for row, held in enumerate(self._row):
-            if held is None:
-                continue
-            request, index = held
-            sequence = request.sequences[index]
-            drew_X = token_XB[:, row] >= 0
-            sequence.token_ids += token_XB[drew_X, row].tolist()
-            sequence.logprobs += logprob_XB[drew_X, row].tolist()
-            if drew_X.any() and request not in moved:
-                moved.append(request)
-            self._end(request, sequence)
-            if sequence.finish_reason:
-                ended.append(row)
-        self._retire(ended)
-        return moved
+    def _decode_arguments(self) -> tuple[Any, ...]:
+        steps = jnp.int32(self.config.dispatch_steps)
+        return self._graphdef, self._weights, self._batch, self._limits, steps
 
-    def _end(self, request: Request, sequence: Sequence) -> None:
-        """Marks a sequence that its last token ends."""
-        ends = end_tokens(request.params, self._end_ids)
-        if sequence.token_ids and sequence.token_ids[-1] in ends:
-            sequence.finish_reason = "stop"
-        elif len(sequence.token_ids) >= request.params.max_tokens:
-            sequence.finish_reason = "length"
+    def _compute(self) -> list[Request]:
+        """One step with any mix of rows."""
+        self._batch, planned = dispatch.plan(self._batch, self._limits)
+        found = jax.device_get(planned)
+        self.preemptions += int(found.step.preempted_R.sum())
+        self._seat(found)
+        self._record(found.moment)
+        tokens_of = {
+            row: self._tokens(row, found.moment.length_B[row], count)
+            for row, count in enumerate(found.step.tokens_B)
+            if count
+        }
+        assert tokens_of, "somebody is served in every step"
+        packed = dispatch.pack(tokens_of, self.config.rows, self.config.step_tokens)
+        self._batch, token_B, logprob_B = dispatch.compute(
+            self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
+        )
+        return self._collect(*jax.device_get((token_B, logprob_B)))
 
-    def stop(self, sequence: Sequence, tokens: int) -> None:
-        """Ends a sequence that runs after its first ``tokens`` tokens: a stop string was met."""
-        sequence.finish("stop", tokens)
-        if sequence.row >= 0:
-            self._retire([sequence.row])
+    def _tokens(self, row: int, length: int, count: int) -> list[int]:
+        """The last ``count`` of the first ``length`` tokens of what a row holds."""
+        held = self._row[row]
+        assert held is not None, "a row that computes was seated"
+        request, index = held
+        known = request.prompt_ids + request.sequences[index].token_ids
+        return known[length - count : length]
 
-    def _retire(self, rows: list[int]) -> None:
-        """Frees rows, and the promise of requests none of whose sequences runs any more."""
-        if not rows:
+    def _seat(self, found: dispatch.Planned) -> None:
+        """Follows what a plan did to the rows, and gives new ones what they draw with."""
+        before, holders = self._row, [*self._slots, None]
+        self._row = [
+            (holder, int(sample)) if (holder := holders[owner]) else None
+            for owner, sample in zip(found.owner_B.tolist(), found.sample_B, strict=True)
+        ]
+        seated = {
+            row: held
+            for row, held in enumerate(self._row)
+            if held is not None and held != before[row]
+        }
+        if not seated:
             return
-        for row in rows:
-            held = self._row[row]
-            assert held is not None, "a row that ends was held"
-            request, index = held
-            request.sequences[index].row = -1
-            self._row[row] = None
-            if all(sequence.row < 0 for sequence in request.sequences):
-                self._promised -= self._need(request)
-                self._running.remove(request)
-        marked_B = jnp.zeros(self.config.rows, bool).at[np.array(rows)].set(True)
-        self._batch = steps.retire(self._batch, marked_B)
-
-
-def fit_config(config: EngineConfig, model: Loaded) -> EngineConfig:
-    """The settings with what the model decides filled in."""
-    kv_dtype = config.kv_dtype
-    if kv_dtype == "auto":
-        kv_dtype = {"float32": "f32", "bfloat16": "bf16"}[model.config.dtype]
-    most = min(config.max_length, model.config.max_length)
-    return dataclasses.replace(config, kv_dtype=kv_dtype, max_length=most)
-
-
-def create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
-    """The cache that fitted settings describe, empty."""
-    shape = dataclasses.replace(model.config, max_length=config.max_length)
-    if config.cache == "dense":
-        return caches.create_dense(shape, rows=config.rows, kv_dtype=config.kv_dtype)
-    return caches.create_paged(
-        shape,
-        rows=config.rows,
-        blocks=config.blocks,
-        block_size=config.block_size,
-        kv_dtype=config.kv_dtype,
-        backend=config.backend,
-        interpret=config.interpret,
-    )
-
-
-def check_prompt(
-    prompt_ids: Sequences[int], max_tokens: int, config: EngineConfig, vocabulary: int
-) -> None:
-    """Raises ``ValueError`` for a prompt that cannot be served."""
-    if not prompt_ids:
-        raise ValueError("prompt: it has no tokens")
-    wrong = [token for token in prompt_ids if not 0 <= token < vocabulary]
-    if wrong:
-        raise ValueError(f"prompt: token {wrong[0]} is not in the vocabulary of {vocabulary}")
-    if len(prompt_ids) + max_tokens > config.max_length:
-        raise ValueError(
-            f"prompt: {len(prompt_ids)} tokens and {max_tokens} to come pass the context of"
-            f" {config.max_length}"
+        rows = self.config.rows
+        idle = SamplingParams(temperature=0)
+        drawing = [(held[0].params, held[1]) if held else (idle, 0) for held in self._row]
+        end_BX = np.full((rows, settings.ENDS), -1, np.int32)
+        seen_BV = np.zeros((rows, self._vocabulary), bool) if self._uses.penalises else None
+        for row, (request, index) in seated.items():
+            ends = settings.end_tokens(request.params, self._end_ids)
+            end_BX[row, : len(ends)] = ends
+            if seen_BV is not None:
+                seen_BV[row, request.prompt_ids + request.sequences[index].token_ids] = True
+        self._batch = dispatch.seat(
+            self._batch,
+            jnp.zeros(rows, bool).at[np.array(list(seated))].set(True),
+            jnp.asarray(end_BX),
+            sampling.samplers(drawing, rows),
+            None if seen_BV is None else jnp.asarray(seen_BV),
         )
 
+    def _record(self, moment: Any) -> None:
+        """Logs a ``dispatch.Moment`` that the host has read."""
+        held = [
+            one if length else None for one, length in zip(self._row, moment.length_B, strict=True)
+        ]
+        self.memory.append(
+            moment.length_B,
+            moment.tail_B,
+            int(moment.used),
+            held,
+            copies=int(moment.copies),
+            short=bool(moment.short),
+        )
 
-def most_blocks(config: EngineConfig, prompt: int, output: int, sequences: int) -> int:
-    """Blocks that sequences of one prompt may come to hold, which share its full blocks.
+    def _collect(self, token_B: np.ndarray, logprob_B: np.ndarray) -> list[Request]:
+        """Hands out what a step drew; returns the requests that drew."""
+        moved = []
+        for row in np.flatnonzero(token_B >= 0):
+            held = self._row[row]
+            assert held is not None, "a row that draws was seated"
+            request, index = held
+            sequence = request.sequences[index]
+            sequence.token_ids.append(int(token_B[row]))
+            sequence.logprobs.append(float(logprob_B[row]))
+            moved.append(request)
+            if sequence.token_ids[-1] in settings.end_tokens(request.params, self._end_ids):
+                sequence.finish_reason = "stop"
+            elif len(sequence.token_ids) >= request.params.max_tokens:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason:
+                self._row[row] = None
+            self._free(request)
+        return moved
 
-    ``prompt`` and ``output`` are tokens, the output's at most; a dense cache takes no blocks.
-    """
-    if config.cache == "dense":
-        return 0
-    shared = prompt // config.block_size
-    return shared + sequences * (blocks_of(prompt + output - 1, config.block_size) - shared)
+    def _leave(self, request: Request, sequences: list[Sequence]) -> None:
+        """Sequences of a request that is in a slot end on the device."""
+        slot = self._slots.index(request)
+        stopped_RF = np.zeros(self._batch.book.live_RF.shape, bool)
+        for index, sequence in enumerate(request.sequences):
+            stopped_RF[slot, index] = sequence in sequences
+        self._batch = dispatch.stop(self._batch, jnp.asarray(stopped_RF))
+        self._row = [
+            None
+            if held and held[0] is request and held[0].sequences[held[1]] in sequences
+            else held
+            for held in self._row
+        ]
 
 
-def end_tokens(params: SamplingParams, end_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a sequence of a request; ``ValueError`` where there are too many."""
-    ends = (*params.stop_token_ids, *(() if params.ignore_eos else end_ids))
-    if len(ends) > _ENDS:
-        raise ValueError(f"stop_token_ids: at most {_ENDS} with the model's own, got {len(ends)}")
-    return ends
-
-
-def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of rows packed in the order of rows, padded, and the offsets that cut them.
-
-    Few sizes are compiled: powers of two from 8, and ``most``.
-    """
-    count_B = [len(tokens_of.get(row, ())) for row in range(rows)]
-    start_P = np.concatenate([[0], np.cumsum(count_B)]).astype(np.int32)
-    total = int(start_P[-1])
-    size = min(max(8, 1 << (total - 1).bit_length()), max(most, total))
-    token_T = np.zeros(size, np.int32)
-    token_T[:total] = [token for row in sorted(tokens_of) for token in tokens_of[row]]
-    return jnp.asarray(token_T), jnp.asarray(start_P)
+def _order(request: Request) -> tuple[int, int]:
+    """What requests are served by."""
+    return request.priority, request.number
 
 
 def _joined(one: sampling.Uses, other: sampling.Uses) -> sampling.Uses:

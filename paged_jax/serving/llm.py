@@ -107,7 +107,8 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: the model has no tokenizer, use stop_token_ids")
         rows = min(self.config.rows, 1 << (len(given) * params.n - 1).bit_length())
-        engine = Engine(self.model, dataclasses.replace(self.config, rows=rows))
+        config = dataclasses.replace(self.config, rows=rows)
+        engine = Engine(self.model, config, samples=params.n)
         requests = [
             engine.add(self._encode(one), params, one if isinstance(one, str) else None)
             for one in given
@@ -134,7 +135,7 @@ class LLM:
                 found = [text.index(stop) for stop in stops if stop in text]
                 if found:
                     sequence.text_length = min(found)
-                    engine.stop(sequence, tokens)
+                    engine.stop(request, sequence, tokens)
                     break
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -142,6 +143,8 @@ class LLM:
             return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise ValueError("prompt: the model has no tokenizer, give token ids")
+        if not prompt.isascii() and any("\ud800" <= sign <= "\udfff" for sign in prompt):
+            raise ValueError(f"prompt: it is not valid Unicode: {prompt[:80]!a}")
         return self.tokenizer.encode(prompt)
 
     def _text(self, sequence: Sequence, tokens: int | None = None) -> str:

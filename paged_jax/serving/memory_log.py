@@ -1,103 +1,117 @@
-"""What a run's cache held at each dispatch, settled once the rows' ends are known.
+"""What a run's cache held in each step, settled once the rows' ends are known.
 
 A live engine does not know how long a row will get, so it cannot split the slots that are promised
 and empty into those that later tokens fill (reserved) and those that none will (internal). The log
-keeps tables as they were and makes their ledgers at the end.
+keeps each row's length and last block, which is all that the ledger needs, and makes the ledgers
+at the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Sequences
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.decoding.caches import Cache, PagedCache
+from paged_jax.decoding.caches import Cache
 from paged_jax.memory import block_table
+from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.serving.requests import MemoryUse, Request, Sequence
 
 Held = Sequences[tuple[Request, int] | None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """A cache at its moment of record: after it grew, before rows that ended were emptied."""
+
+    length_B: np.ndarray  # stored tokens
+    tail_B: np.ndarray  # last block, for rows that hold any
+    used: int  # blocks in use
+    short: bool  # the queue's head lacked blocks, or somebody was preempted
+    owners: tuple[tuple[Request, Sequence] | None, ...]
+
+
 class MemoryLog:
-    """Snapshots of one run's cache."""
+    """The moments of one run.
+
+    ``parent_XB``: of a beam search, once it has ended: ``Beams.parent_XB`` of its steps.
+    """
 
     def __init__(self, cache: Cache) -> None:
-        self._snapshots: list[tuple[object, list[tuple[Request, Sequence] | None]]] = []
+        self.parent_XB: np.ndarray | None = None
+        self.moments: list[Moment] = []
         self._copies = 0
-        if isinstance(cache, PagedCache):
-            self._pool_slots = cache.kv.blocks * cache.table.block_size
-            self._block_size, self._slot_bytes = cache.table.block_size, cache.kv.slot_bytes
-        else:
-            rows, slots = cache.kv_LUBKSD.shape[2], cache.kv_LUBKSD.shape[4]
-            self._pool_slots, self._block_size = rows * slots, slots
-            self._slot_bytes = cache.kv_LUBKSD.nbytes // self._pool_slots
+        self._blocks, self._block_size = cache.kv.blocks, cache.table.block_size
+        self._slot_bytes = cache.kv.slot_bytes
 
     def record(self, cache: Cache, held: Held) -> None:
-        """Keeps this moment: after a dispatch, before rows that ended are freed."""
-        state = cache.table if isinstance(cache, PagedCache) else cache.length_B
-        if isinstance(cache, PagedCache):
-            self._copies = int(cache.copies)
-        owners = [(one[0], one[0].sequences[one[1]]) if one else None for one in held]
-        # The batch is donated to the next dispatch: keep copies, not views.
-        self._snapshots.append((jax.tree.map(np.array, state), owners))
+        """Keeps this moment of a cache."""
+        tail_B = block_table.last_block(cache.table, cache.table.length_B > 0)
+        parts = (cache.table.length_B, tail_B, cache.table.pool.used, cache.copies)
+        length_B, tail_B, used, copies = jax.device_get(parts)
+        self.append(length_B, tail_B, int(used), held, copies=int(copies))
+
+    def append(
+        self,
+        length_B: np.ndarray,
+        tail_B: np.ndarray,
+        used: int,
+        held: Held,
+        *,
+        copies: int,
+        short: bool = False,
+    ) -> None:
+        """Keeps a moment; ``copies``: blocks copied on write so far."""
+        owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
+        self.moments.append(Moment(length_B, tail_B, used, short, owners))
+        self._copies = copies
 
     def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
         """The mean ledger of this run, and of ``more`` like it. Every sequence has ended.
 
-        ``skip`` snapshots of each run are left out at its beginning. Rows that outlive their
+        ``skip`` moments of each run are left out at its beginning. Rows that outlive their
         sequence, as beams do, count as filled up to what they hold.
         """
-        totals = dict.fromkeys(CATEGORIES, 0.0)
-        entry_slots = saved = 0.0
         logs = (self, *more)
-        snapshots = [snapshot for log in logs for snapshot in log._snapshots[skip:]]
-        for state, owners in snapshots:
-            final_B = np.array(
-                [len(o[0].prompt_ids) + len(o[1].token_ids) - 1 if o else 0 for o in owners]
-            )
-            if isinstance(state, block_table.BlockTable):
-                slots = self._paged(state, final_B)
-                entries = int((np.asarray(state.table_BM) < state.pool.none).sum())
-                entry_slots += entries * self._block_size
-                saved += (entries - int(state.pool.used)) * self._block_size
-            else:
-                slots = self._dense(np.asarray(state), final_B)
-                entry_slots += self._pool_slots - slots["free"]
-            for category, count in slots.items():
-                totals[category] += count
-        count = max(len(snapshots), 1)
+        moments = [moment for log in logs for moment in log.moments[skip:]]
+        ledgers = [self.ledger(moment) for moment in moments]
+        entries = [int(blocks_of(one.length_B, self._block_size).sum()) for one in moments]
+        used = [moment.used for moment in moments]
+        count = max(len(moments), 1)
         return MemoryUse(
-            pool_slots=self._pool_slots,
+            pool_slots=self._blocks * self._block_size,
             block_size=self._block_size,
             slot_bytes=self._slot_bytes,
-            slots={category: total / count for category, total in totals.items()},
-            entry_slots=entry_slots / count,
-            saved_slots=saved / count,
+            slots={name: sum(one[name] for one in ledgers) / count for name in CATEGORIES},
+            entry_slots=sum(entries) * self._block_size / count,
+            saved_slots=(sum(entries) - sum(used)) * self._block_size / count,
             copies=sum(log._copies for log in logs),
+            running=sum(owner is not None for one in moments for owner in one.owners) / count,
         )
 
-    def _paged(self, table: block_table.BlockTable, final_B: np.ndarray) -> dict[str, int]:
-        state = jax.tree.map(jnp.asarray, table)
-        final_B = np.maximum(final_B, table.length_B)
-        ledger = _ledger(state, jnp.asarray(final_B), self._pool_slots)
-        return {category: int(getattr(ledger, category)) for category in CATEGORIES}
-
-    def _dense(self, length_B: np.ndarray, final_B: np.ndarray) -> dict[str, int]:
-        token = int(length_B.sum())
-        promised = int((length_B > 0).sum()) * self._block_size
-        reserved = int(np.where(length_B > 0, np.maximum(final_B - length_B, 0), 0).sum())
-        return {
-            "token": token,
-            "reserved": reserved,
-            "internal": promised - token - reserved,
-            "free": self._pool_slots - promised,
+    def ledger(self, moment: Moment) -> dict[str, int]:
+        """The settled ledger of a moment, by category; as ``block_table.ledger``."""
+        size = self._block_size
+        final_B = [
+            len(o[0].prompt_ids) + len(o[1].token_ids) - 1 if o else 0 for o in moment.owners
+        ]
+        held_B = moment.length_B > 0
+        length_Z, final_Z = moment.length_B[held_B], np.array(final_B, int)[held_B]
+        filled_Z = (length_Z - 1) % size + 1
+        ending_Z = np.clip(final_Z - (length_Z - filled_Z), filled_Z, size)
+        # A last block that several rows hold counts once, as the longest of them will leave it.
+        tails, block_Z = np.unique(moment.tail_B[held_B], return_inverse=True)
+        filled, ending = np.zeros(len(tails), int), np.zeros(len(tails), int)
+        np.maximum.at(filled, block_Z, filled_Z)
+        np.maximum.at(ending, block_Z, ending_Z)
+        unallocated = (self._blocks - moment.used) * size
+        slots = {
+            "token": moment.used * size - int((size - filled).sum()),
+            "reserved": int((ending - filled).sum()),
+            "internal": int((size - ending).sum()),
+            "short" if moment.short else "free": unallocated,
         }
-
-
-_ledger = jax.jit(
-    lambda state, final_B, slots: block_table.ledger(state, final_B, pool_slots=slots),
-    static_argnums=2,
-)
+        return dict.fromkeys(CATEGORIES, 0) | slots

@@ -11,10 +11,9 @@ from paged_jax.decoding.sampling import SamplingParams
 class Sequence:
     """One output of a request while it is generated."""
 
-    row: int = -1  # of the batch, -1 before and after
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: str | None = None  # "stop" or "length" when it has ended
+    finish_reason: str | None = None  # "stop", "length" or "abort" when it has ended
     text_length: int | None = None  # characters before the stop string that ended it
 
     def finish(self, reason: str, tokens: int) -> None:
@@ -31,7 +30,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     sequences: list[Sequence]
-    stored: int = 0  # prompt tokens in the cache
+    priority: int = 0  # the lowest is served first
+    number: int = 0  # in the order of arrival
 
     @property
     def finished(self) -> bool:
@@ -61,6 +61,7 @@ class MemoryUse:
     entry_slots: float  # mean table entries * block size: what a cache without sharing would hold
     saved_slots: float  # mean (table entries - blocks in use) * block size
     copies: int  # blocks copied on write
+    running: float  # mean sequences at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

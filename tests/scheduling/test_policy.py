@@ -1,16 +1,14 @@
-"""The rules, one by one: settings, growth, verdicts, and what a schedule makes of them."""
+"""The rules, one by one: settings, growth, shares, verdicts."""
 
 from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.scheduling import policy, schedule
-from tests.support.paged_lists import counts
+from paged_jax.scheduling import policy
 
 SETTLED = {"waiting": True, "need": 3, "free": 9, "rows": 1, "running": 4, "preempted": False}
 
@@ -40,6 +38,7 @@ def test_limits_by_default_limit_nothing():
     [
         ({"rows": 0}, "rows: expected 1 to 1073741824, got 0"),
         ({"rows": -1}, "rows: expected 1 to 1073741824, got -1"),
+        ({"tokens": 0}, "tokens: expected 1 to 1073741824, got 0"),
         ({"watermark": 1.0}, "watermark: expected a fraction .* got 1.0"),
         ({"watermark": -0.1}, "watermark: expected a fraction .* got -0.1"),
         ({"watermark": math.nan}, "watermark: expected a fraction .* got nan"),
@@ -97,60 +96,23 @@ def test_watermark_counts_only_when_something_runs(blocks, fraction):
         assert np.array_equal(verdict_RF, np.where(fits_RF, policy.ADMITTED, policy.SHORT))
 
 
-plan_of = jax.jit(schedule.schedule)
+@pytest.mark.parametrize(
+    ("chunked", "wanted", "before", "expected"),
+    [
+        (True, 5, 0, 5),
+        (True, 5, 6, 4),
+        (True, 5, 12, 0),
+        (False, 5, 5, 5),
+        (False, 5, 6, 0),
+    ],
+)
+def test_a_budget_of_ten_is_shared_in_order(chunked, wanted, before, expected):
+    limits = policy.limits(tokens=10, chunked=chunked)
+    cut = policy.share(limits, jnp.int32(wanted), jnp.int32(before), limits.tokens)
+    assert cut == expected
 
 
-def plan(states, *, demand, held, need, free, watermark=0.0):
-    """A step of requests that run (r) or wait (w), over a pool of 10 blocks.
-
-    Returns what becomes of each, k kept, p preempted, a admitted, w waiting, and the verdict.
-    """
-    result = plan_of(
-        schedule.Counts(
-            running_R=jnp.array([state == "r" for state in states]),
-            waiting_R=jnp.array([state == "w" for state in states]),
-            demand_R=counts(demand),
-            private_R=counts(held),
-            need_R=counts(need),
-            rows_R=jnp.ones(len(states), jnp.int32),
-            free=jnp.int32(free),
-        ),
-        policy.limits(blocks=10, watermark=watermark),
-    )
-    marks = zip(result.keep_R, result.preempt_R, result.admit_R, strict=True)
-    letters = ["k" if k else "p" if p else "a" if a else "w" for k, p, a in marks]
-    return "".join(letters), int(result.verdict)
-
-
-def test_the_youngest_is_preempted_when_an_older_one_grows():
-    """Two prompts of 80 tokens fill 10 blocks of 16; the 81st token of the first has no block."""
-    full = {"demand": [1, 1], "held": [5, 5], "need": [0, 0], "free": 0}
-    assert plan("rr", **full) == ("kp", policy.SHORT)
-
-
-def test_the_only_one_preempts_itself():
-    alone = {"demand": [1, 0], "held": [10, 0], "need": [11, 1], "free": 0}
-    assert plan("rw", **alone) == ("pw", policy.SHORT)
-
-
-def test_nobody_is_admitted_beside_a_preemption():
-    """Five blocks become free, and the third request needs one of them."""
-    full = {"demand": [1, 1, 0], "held": [5, 5, 0], "need": [0, 0, 1], "free": 0}
-    assert plan("rrw", **full) == ("kpw", policy.SHORT)
-
-
-def test_the_preempted_one_comes_back_first():
-    """It waits in front of the third; while it does not fit, the third waits, too."""
-    waiting = {"demand": [0, 0, 0], "held": [6, 0, 0], "need": [0, 5, 1]}
-    assert plan("rww", **waiting, free=4) == ("kww", policy.SHORT)
-    assert plan("rww", **waiting, free=5) == ("kaw", policy.SHORT)
-    assert plan("rww", **waiting, free=6) == ("kaa", policy.IDLE)
-
-
-def test_the_watermark_holds_nobody_back_who_runs():
-    full = {"demand": [1, 0], "held": [9, 0], "need": [0, 1], "watermark": 0.2}
-    assert plan("rw", **full, free=1) == ("kw", policy.SHORT)
-    waiting = {"demand": [0, 0], "held": [0, 0], "need": [6, 4], "watermark": 0.2}
-    assert plan("ww", **waiting, free=10) == ("aw", policy.SHORT)
-    waiting["need"] = [6, 2]
-    assert plan("ww", **waiting, free=10) == ("aa", policy.IDLE)
+def test_a_spent_budget_is_a_verdict_of_its_own():
+    assert verdict(policy.limits(), granted=0) == policy.BUDGET
+    assert verdict(policy.limits(), granted=0, need=99) == policy.BUDGET
+    assert verdict(policy.limits(), granted=0, waiting=False) == policy.IDLE

@@ -80,7 +80,7 @@ def test_equals_brute_force(model, logits_of, cache, width, penalty, early) -> N
 def test_waves_give_the_same_outputs(model) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     wide = EngineConfig(block_size=4, pool_slots=1024, max_length=64, rows=9)
-    narrow = EngineConfig(block_size=4, pool_slots=44, max_length=64, rows=9, prefill_tokens=8)
+    narrow = EngineConfig(block_size=4, pool_slots=44, max_length=64, rows=9, step_tokens=9)
     one, _ = beam_search.run(model, wide, PROMPTS, params)
     several, logs = beam_search.run(model, narrow, PROMPTS, params)
     assert len(logs) > 1

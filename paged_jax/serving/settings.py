@@ -1,0 +1,86 @@
+"""What engine settings come to for a model, and what cannot be served under them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Sequences
+
+import jax
+
+from paged_jax.config import EngineConfig
+from paged_jax.decoding import caches
+from paged_jax.decoding.sampling import SamplingParams
+from paged_jax.memory.layout import blocks_of
+from paged_jax.model.weights import Loaded
+
+ENDS = 8  # end tokens a row has room for, without another compilation
+
+
+def fit_config(config: EngineConfig, model: Loaded) -> EngineConfig:
+    """The settings with what the model decides filled in."""
+    kv_dtype = config.kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = {"float32": "f32", "bfloat16": "bf16"}[model.config.dtype]
+    most = min(config.max_length, model.config.max_length)
+    return dataclasses.replace(config, kv_dtype=kv_dtype, max_length=most)
+
+
+def create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
+    """The cache that fitted settings describe, empty; ``ValueError`` where it has no room."""
+    try:
+        return _create_cache(model, config)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = "rows, max_length" if config.cache == "dense" else "pool_slots"
+        raise ValueError(f"{size}: no memory for such a cache: {error}") from None
+
+
+def _create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
+    shape = dataclasses.replace(model.config, max_length=config.max_length)
+    if config.cache == "dense":
+        return caches.create_dense(shape, rows=config.rows, kv_dtype=config.kv_dtype)
+    return caches.create_paged(
+        shape,
+        rows=config.rows,
+        blocks=config.blocks,
+        block_size=config.block_size,
+        kv_dtype=config.kv_dtype,
+        backend=config.backend,
+        interpret=config.interpret,
+    )
+
+
+def check_prompt(
+    prompt_ids: Sequences[int], max_tokens: int, config: EngineConfig, vocabulary: int
+) -> None:
+    """Raises ``ValueError`` for a prompt that cannot be served."""
+    if not prompt_ids:
+        raise ValueError("prompt: it has no tokens")
+    wrong = [token for token in prompt_ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise ValueError(f"prompt: token {wrong[0]} is not in the vocabulary of {vocabulary}")
+    if len(prompt_ids) + max_tokens > config.max_length:
+        raise ValueError(
+            f"prompt: {len(prompt_ids)} tokens and {max_tokens} to come pass the context of"
+            f" {config.max_length}"
+        )
+
+
+def most_blocks(config: EngineConfig, prompt: int, output: int, sequences: int) -> int:
+    """Blocks that sequences of one prompt may come to hold, which share its full blocks.
+
+    ``prompt`` and ``output`` are tokens, the output's at most; in a dense cache a row is a block.
+    """
+    if config.cache == "dense":
+        return sequences
+    shared = prompt // config.block_size
+    return shared + sequences * (blocks_of(prompt + output - 1, config.block_size) - shared)
+
+
+def end_tokens(params: SamplingParams, end_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a sequence of a request; ``ValueError`` where there are too many."""
+    ends = (*params.stop_token_ids, *(() if params.ignore_eos else end_ids))
+    if len(ends) > ENDS:
+        raise ValueError(f"stop_token_ids: at most {ENDS} with the model's own, got {len(ends)}")
+    return ends
