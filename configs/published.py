@@ -15,6 +15,10 @@ FIGURE_2 = {
 
 # Figure 15, parallel sampling, Alpaca: per cent of blocks saved by sharing, by number of samples.
 FIGURE_15 = {2: 6.09, 4: 8.53, 6: 9.79}
+# The same for beam search, by beam width: the labels of Figure 15b.
+FIGURE_15_BEAM = {2: 37.56, 4: 53.13, 6: 55.16}
+# Figure 11, Alpaca: mean tokens of a prompt and of an output.
+ALPACA_TOKENS = (19.31, 58.45)
 
 # Token states in per cent of the pool by block size, saturated, watermark 1 %.
 BLOCK_SIZE_TOKENS = {
