@@ -25,6 +25,18 @@ from pallas_kernels.ops import BACKENDS
 
 DEMO_MODEL = Path("models/SmolLM2-135M-Instruct.Q4_1.gguf")
 
+# Beams are compared, not drawn, and end by the model's own token alone.
+SAMPLING_FLAGS = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "seed",
+)
+
 FLAGS = flags.FLAGS
 
 
@@ -89,6 +101,7 @@ def main(_: list[str]) -> None:
     prompts = [*FLAGS.prompt, *map(_ids, FLAGS.prompt_ids)]
     if not prompts:
         raise ValueError("--prompt or --prompt_ids: expected at least one")
+    _refuse_flags_without_effect()
     llm = load_model()
     if FLAGS.beam_width:
         _print(llm.beam_search(prompts, _beams()))
@@ -101,6 +114,17 @@ def main(_: list[str]) -> None:
         if isinstance(piece, str):
             print(piece, end="", flush=True)
     print()
+
+
+def _refuse_flags_without_effect() -> None:
+    """``ValueError`` for a flag that this run would not heed: the user meant another run."""
+    unheeded = SAMPLING_FLAGS if FLAGS.beam_width else ("length_penalty",)
+    reason = "beam search has no" if FLAGS.beam_width else "without --beam_width there is no"
+    for name in unheeded:
+        if FLAGS[name].value != FLAGS[name].default:
+            raise ValueError(f"--{name}: {reason} {name}, got {FLAGS[name].value}")
+    if FLAGS.cache == "dense" and FLAGS.backend:
+        raise ValueError(f"--backend: a dense cache has no paged attention, got {FLAGS.backend}")
 
 
 def _ids(text: str) -> list[int]:

@@ -11,6 +11,7 @@ and a checkpoint every ``--save_every`` steps, from which ``--resume`` goes on t
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -83,11 +84,13 @@ def main(_: list[str]) -> None:
         factors=("step",),
         metrics=[("loss", "nats"), ("held_back_loss", "nats"), ("gradient_norm", "1")],
         cells=[(step,) for step in saves],
-        run=environment.describe(_deciding_flags(len(text)), [config.seed]),
+        run=environment.describe(_deciding(text), [config.seed]),
         resume=FLAGS.resume,
     )
     folder = out / "model"
     with table, checkpoint.Checkpoints(folder, keep=FLAGS.keep) as checkpoints:
+        if checkpoints.latest is not None and (checkpoints.latest,) not in table:
+            raise ValueError(f"{folder} holds a run whose rows are not here: take another --out")
         checkpoint.write_config(folder, model)
         graphdef, state = training.create(model, config)
         state = _restored(checkpoints, state)
@@ -163,9 +166,10 @@ def read_text(path: str | None) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def _deciding_flags(text_bytes: int) -> dict[str, object]:
-    """Flags that decide the rows, and how much text there was."""
-    return {name: FLAGS[name].value for name in DECIDING} | {"text_bytes": text_bytes}
+def _deciding(text: np.ndarray) -> dict[str, object]:
+    """What decides the rows: flags, and the text itself, which may change under its name."""
+    found = {"text_bytes": text.size, "text_crc32": zlib.crc32(text)}
+    return {name: FLAGS[name].value for name in DECIDING} | found
 
 
 def draw(out: Path) -> Path:

@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -69,32 +70,35 @@ class ScoredTokenizer:
         scores: list[float],
         *,
         byte_ids: dict[int, int],
-        first_id: int,
-        end_id: int,
+        first_id: int | None,
+        end_id: int | None,
+        prefix: str = " ",
     ) -> None:
         self._pieces = pieces
         self._scores = scores
         self._ids = {piece: number for number, piece in reversed(list(enumerate(pieces)))}
         self._byte_ids = byte_ids
         self._bytes = {number: bytes([byte]) for byte, number in byte_ids.items()}
-        self._first_id = first_id
+        self._first = [] if first_id is None else [first_id]
         self._special = {first_id, end_id}
+        self._prefix = prefix
 
     def encode(self, text: str) -> list[int]:
         """As ``Tokenizer.encode``."""
-        return [self._first_id, *self._merge(f" {text}".encode() if text else b"")]
+        return self._first + (self._merge(self._prefix + text) if text else [])
 
     def decode(self, ids: list[int]) -> str:
         """As ``Tokenizer.decode``."""
         parts = [self._bytes.get(one, self._pieces[one]) for one in ids if one not in self._special]
         text = b"".join(parts).decode(errors="replace")
         # The space that encoding put before the text is not the text's.
-        return text[1:] if ids[:1] == [self._first_id] and text.startswith(" ") else text
+        begins = self._first and ids[:1] == self._first
+        return text.removeprefix(self._prefix) if begins else text
 
-    def _merge(self, text: bytes) -> list[int]:
+    def _merge(self, text: str) -> list[int]:
         """Merges the best pair, the leftmost of equals, until no pair is a piece."""
         parts: list[bytes | None] = []
-        for character in text.decode():
+        for character in text:
             piece = character.encode()
             known = piece in self._ids
             parts += [piece] if known else [bytes([byte]) for byte in piece]
@@ -126,8 +130,10 @@ class ScoredTokenizer:
         return [self._id(part) for part in parts if part is not None]
 
     def _id(self, part: bytes) -> int:
-        found = self._ids.get(part)
-        return self._byte_ids[part[0]] if found is None else found
+        found = self._ids.get(part, self._byte_ids.get(part[0]))
+        if found is None:
+            raise ValueError(f"prompt: the tokenizer has no token for byte 0x{part[0]:02x}")
+        return found
 
 
 def load(path: Path | str) -> Tokenizer | None:
@@ -157,7 +163,7 @@ def _from_folder(folder: Path) -> Tokenizer | None:
 
 
 def _from_llama2c(model: Path) -> Tokenizer | None:
-    """``tokenizer.bin`` or the only ``tok*.bin`` beside a llama2.c model."""
+    """``tokenizer.bin`` or else the first ``tok*.bin`` beside a llama2.c model."""
     found = [model.with_name("tokenizer.bin"), *sorted(model.parent.glob("tok*.bin"))]
     path = next((path for path in found if path.exists() and path != model), None)
     if path is None:
@@ -175,6 +181,9 @@ def _from_llama2c(model: Path) -> Tokenizer | None:
             place += size
     except struct.error:
         raise ValueError(f"{path}: not a llama2.c tokenizer: broken at byte {place}") from None
+    vocabulary = abs(int(np.fromfile(model, "<i4", count=6)[5]))
+    if len(pieces) != vocabulary:
+        raise ValueError(f"{path}: {len(pieces)} pieces for {model.name}'s {vocabulary} tokens")
     byte_ids = {byte: byte + 3 for byte in range(256)}
     return ScoredTokenizer(pieces, scores, byte_ids=byte_ids, first_id=1, end_id=2)
 
@@ -200,17 +209,18 @@ _SPLITS: dict[str, Any] = {
 _CONTROL, _BYTE = 3, 6  # token types of GGUF
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: Path) -> Tokenizer | None:
     reader = gguf_file.open_reader(path)
+    if "tokenizer.ggml.model" not in reader.fields:
+        return None
     try:
         kind = gguf_file.field(reader, "tokenizer.ggml.model")
         tokens = gguf_file.field(reader, "tokenizer.ggml.tokens")
         types = gguf_file.field(reader, "tokenizer.ggml.token_type")
-        first = gguf_file.field(reader, "tokenizer.ggml.bos_token_id", -1)
+        if len(types) != len(tokens):
+            raise ValueError(f"{path}: tokenizer: {len(tokens)} tokens, {len(types)} types")
         if kind == "llama":
-            scores = gguf_file.field(reader, "tokenizer.ggml.scores")
-            end = gguf_file.field(reader, "tokenizer.ggml.eos_token_id", -1)
-            return _scored(tokens, scores, types, first, end)
+            return _scored(reader, tokens, types)
         if kind != "gpt2":
             raise ValueError(f"{path}: tokenizer {kind} is not supported, gpt2 and llama are")
         split = gguf_file.field(reader, "tokenizer.ggml.pre", "gpt-2")
@@ -219,24 +229,34 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: metadata {error} is missing") from None
     if split not in _SPLITS:
         raise ValueError(f"{path}: tokenizer split {split} is not supported, {list(_SPLITS)} are")
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={token: number for number, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],
-        )
-    )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    if single := [pair for pair in pairs if len(pair) != 2]:
+        raise ValueError(f"{path}: tokenizer merges: {' '.join(single[0])!r} is no pair")
+    try:
+        model = models.BPE(vocab=vocabulary, merges=pairs)
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: tokenizer merges: {error}") from None
+    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split]())
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
     )
-    begins = gguf_file.field(reader, "tokenizer.ggml.add_bos_token", False)
-    return JsonTokenizer(tokenizer, first if begins else None)
+    return JsonTokenizer(tokenizer, _first_id(reader, begins=False))
 
 
-def _scored(
-    tokens: list[str], scores: list[float], types: list[int], first: int, end: int
-) -> Tokenizer:
+def _first_id(reader: Any, begins: bool) -> int | None:
+    """The token put before a prompt; ``begins`` holds where the file does not say if it is."""
+    found = gguf_file.field(reader, "tokenizer.ggml.bos_token_id", -1)
+    begins = gguf_file.field(reader, "tokenizer.ggml.add_bos_token", begins)
+    return found if begins and found >= 0 else None
+
+
+def _scored(reader: Any, tokens: list[str], types: list[int]) -> Tokenizer:
+    scores = gguf_file.field(reader, "tokenizer.ggml.scores")
+    end = gguf_file.field(reader, "tokenizer.ggml.eos_token_id", -1)
+    spaced = gguf_file.field(reader, "tokenizer.ggml.add_space_prefix", True)
     return ScoredTokenizer(
         [token.replace(_SPACE, " ").encode() for token in tokens],
         scores,
@@ -245,6 +265,7 @@ def _scored(
             for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
             if kind == _BYTE
         },
-        first_id=first,
-        end_id=end,
+        first_id=_first_id(reader, begins=True),
+        end_id=end if end >= 0 else None,
+        prefix=" " if spaced else "",
     )

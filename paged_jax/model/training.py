@@ -76,7 +76,7 @@ def train(
         loss, gradient = _gradient(graphdef, state, text_N, config)
         updates, moments = optimizer(config).update(gradient, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        sums += jnp.stack([loss, optax.global_norm(gradient)])
+        sums += jnp.stack([loss, optax.tree.norm(gradient)])
         return TrainState(weights, moments, state.step + 1), sums
 
     state, sums = lax.fori_loop(0, steps, step, (state, jnp.zeros(2)))

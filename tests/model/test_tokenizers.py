@@ -67,3 +67,11 @@ def test_a_broken_llama2c_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tok.bin").write_bytes(struct.pack("<ifi", 9, 0.0, 50) + b"short")
     with pytest.raises(ValueError, match=r"tok\.bin: not a llama2\.c tokenizer: broken at byte 12"):
         tokenizers.load(tmp_path / "model.bin")
+
+
+def test_another_models_llama2c_tokenizer(tmp_path: Path) -> None:
+    """Pieces are numbered by place: of another count they are another model's."""
+    (tmp_path / "tok.bin").write_bytes(struct.pack("<ifi", 9, 0.0, 1) + b"a")
+    (tmp_path / "model.bin").write_bytes(struct.pack("<7i", 8, 8, 1, 1, 1, -512, 16))
+    with pytest.raises(ValueError, match=r"tok\.bin: 1 pieces for model\.bin's 512 tokens"):
+        tokenizers.load(tmp_path / "model.bin")

@@ -102,12 +102,18 @@ def test_corrupt_safetensors_header(folder: Path) -> None:
     ("change", "part"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": 7}, "architecture none named"),
         ({"hidden_act": "relu6"}, "relu6"),
+        ({"rope_parameters": 7}, "config.json"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
         ({"num_attention_heads": 5}, "query_heads"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
         ({"hidden_size": "wide"}, "config.json"),
         ({"vocab_size": 0}, "vocabulary"),
+        ({"rms_norm_eps": "small"}, "norm_epsilon"),
+        ({"final_logit_softcapping": -1}, "logit_soft_cap"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "wide"}, "windows"),
     ],
 )
 def test_configs_that_do_not_go(folder: Path, change: dict, part: str) -> None:
@@ -143,6 +149,11 @@ def test_truncated_llama2c(tmp_path: Path, shared_data: Callable[[str], Path]) -
         path = tmp_path / "cut.bin"
         path.write_bytes(data[:size])
         fails_with(path, "cut.bin", "not a llama2.c model")
+
+
+def test_an_end_token_that_is_none(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    fails_with(folder, "generation_config.json", "eos_token_id", "</s>")
 
 
 def config_of(tmp_path: Path, **fields: object) -> ModelConfig:

@@ -7,9 +7,14 @@ folder, which is never read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
-from collections.abc import Callable
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,12 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=True, create=True
         )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        # Named here, or what a checkpoint holds could not be asked before it is read.
+        handlers = {part: ocp.StandardCheckpointHandler() for part in ("weights", "optimizer")}
+        self._folder = folder
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(), options=options, item_handlers=handlers
+        )
 
     @property
     def latest(self) -> int | None:
@@ -46,7 +56,10 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**saves))
 
     def restore_weights(self, step: int, like: Any) -> Any:
-        """The weights of a checkpoint, in the structure, shapes and types of ``like``."""
+        """The weights of a checkpoint, in the structure, shapes and types of ``like``.
+
+        Raises ``ValueError``, naming the fault, for a checkpoint that does not hold them whole.
+        """
         return self._restore(step, "weights", like, _named)
 
     def restore_optimizer(self, step: int, like: Any) -> Any:
@@ -54,12 +67,19 @@ class Checkpoints:
         return self._restore(step, "optimizer", like, _numbered)
 
     def _restore(self, step: int, part: str, like: Any, flat: Callable[[Any], Any]) -> Any:
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
-        wanted = ocp.args.StandardRestore(flat(abstract))
-        found = self._manager.restore(step, args=ocp.args.Composite(**{part: wanted}))[part]
+        wanted = flat(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like))
+        args = ocp.args.Composite(**{part: ocp.args.StandardRestore(wanted)})
+        found, fault = None, ""
+        with _unheard():
+            try:
+                _compare(wanted, self._manager.item_metadata(step)[part])
+                found = self._manager.restore(step, args=args)[part]
+            except Exception as error:  # a file is gone or cut: Orbax raises nothing narrower
+                fault = textwrap.shorten(str(error), 300, placeholder=" ...")
+        if found is None:
+            raise ValueError(f"{self._folder}: checkpoint {step}, {part}: {fault}")
         # In the order of the names given, whatever order they were read in.
-        leaves = [found[name] for name in flat(abstract)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -104,13 +124,35 @@ def load(folder: Path, dtype: str | None = None) -> assembly.Loaded:
     with Checkpoints(folder, keep=None) as checkpoints:
         if checkpoints.latest is None:
             raise ValueError(f"{folder}: holds no whole checkpoint")
-        try:
-            weights = checkpoints.restore_weights(checkpoints.latest, like)
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"{folder}: checkpoint {checkpoints.latest}: {error}") from None
+        weights = checkpoints.restore_weights(checkpoints.latest, like)
     weights = jax.tree.map(lambda leaf: leaf.astype(config.dtype), weights)
     decoder = nnx.merge(graphdef, weights)
     return assembly.Loaded(config=config, decoder=decoder, end_ids=())
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """When a read fails, each of those that Orbax began beside it would print a traceback."""
+    heard, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        gc.collect()
+        sys.unraisablehook = heard
+        for logger in loggers:
+            logger.disabled = False
+
+
+def _compare(wanted: dict[str, Any], stored: Any) -> None:
+    """``ValueError`` for an array that is not stored, or in another shape."""
+    for name, leaf in wanted.items():
+        if stored is None or name not in stored:
+            raise ValueError(f"tensor {name} is missing")
+        if tuple(stored[name].shape) != leaf.shape:
+            raise ValueError(f"{name}: expected shape {leaf.shape}, got {stored[name].shape}")
 
 
 def _named(weights: Any) -> dict[str, Any]:

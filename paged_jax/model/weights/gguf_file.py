@@ -40,8 +40,8 @@ def load(path: Path, dtype: str | None = None) -> assembly.Loaded:
     try:
         config, architecture = _config(reader, tensors, dtype)
     except KeyError as error:
-        raise ValueError(f"{path}: metadata {error} is missing") from None
-    except ValueError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from None
+    except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
     def read(name: str) -> np.ndarray:

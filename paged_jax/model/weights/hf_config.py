@@ -30,7 +30,8 @@ def read(path: Path, dtype: str | None = None) -> ModelConfig:
     Raises ``ValueError`` naming the file and the field.
     """
     found = fields(path)
-    architecture = (found.get("architectures") or ["none named"])[0]
+    named = found.get("architectures")
+    architecture = named[0] if named and isinstance(named, list) else "none named"
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{path}: architecture {architecture} is not supported, {', '.join(ARCHITECTURES)} are"
@@ -40,7 +41,7 @@ def read(path: Path, dtype: str | None = None) -> ModelConfig:
         return _config(found, family, dtype)
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

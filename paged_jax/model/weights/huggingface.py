@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from paged_jax.config import MOST
 from paged_jax.model.weights import assembly, hf_config
 
 _PARTS = {
@@ -54,8 +55,12 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
     """``eos_token_id`` of the generation settings, else of the config."""
     for path in (folder / "generation_config.json", folder / "config.json"):
         found = hf_config.fields(path).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, int) and 0 <= one < MOST for one in ids):
+            raise ValueError(f"{path}: eos_token_id: expected token ids, got {found!r}")
+        return tuple(ids)
     return ()
 
 
