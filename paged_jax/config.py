@@ -192,6 +192,7 @@ class EngineConfig:
     rows: int = 32  # sequences that run at once
     step_tokens: int = 512  # tokens of one step, most: what decodes comes first, then prompts
     chunked_prefill: bool = True  # whether prompts are cut to fit that
+    prefix_caching: bool = False  # full blocks are kept and found again; paged
     dispatch_steps: int = 32  # decode steps between two looks by the host, most
     kv_dtype: str = "auto"  # "auto": the model's
     backend: str | None = None  # of paged attention; None: the platform's
@@ -206,6 +207,8 @@ class EngineConfig:
             )
         if self.cache == "dense" and self.kv_dtype not in ("auto", "f32", "bf16"):
             raise ValueError(f"kv_dtype: a dense cache is f32 or bf16, got {self.kv_dtype!r}")
+        if self.cache == "dense" and self.prefix_caching:
+            raise ValueError("prefix_caching: a dense cache has no blocks to find")
         for field in dataclasses.fields(self):
             if field.type == "int":
                 _demand_size(field.name, getattr(self, field.name))

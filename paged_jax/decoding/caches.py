@@ -16,28 +16,36 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.config import ModelConfig
-from paged_jax.memory import block_table, kv_cache, loops
+from paged_jax.memory import kv_cache, loops
+from paged_jax.memory import rows as memory
+from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.rows import Rows
 from paged_jax.model.views import DenseView, PagedView
 from pallas_kernels import block_io, query_tiles
 
 
 class Cache(flax.struct.PyTreeNode):
-    """Rows of a block table over arrays that hold all layers."""
+    """Rows of blocks over arrays that hold all layers."""
 
-    table: block_table.BlockTable
+    rows: Rows
     kv: kv_cache.KVCache | kv_cache.DenseKV
     copies: jax.Array  # i32: blocks copied on write so far
     backend: str | None = flax.struct.field(pytree_node=False, default=None)
     interpret: Any = flax.struct.field(pytree_node=False, default=False)
 
+    @property
+    def table(self) -> BlockTable:
+        """The rows' block table."""
+        return self.rows.table
+
     def grow(
         self, count_B: jax.Array, *, most_tokens: int | None = None
     ) -> tuple[Cache, jax.Array]:
         """Room for ``count_B`` more tokens a row, or, where ``fits`` is False, for none."""
-        table, copies, fits = block_table.reserve(self.table, count_B, most_tokens=most_tokens)
-        return self.replace(table=table).copy(copies), fits
+        rows, copies, fits = self.rows.reserve(count_B, most_tokens=most_tokens)
+        return self.replace(rows=rows).copy(copies), fits
 
-    def copy(self, copies: block_table.Copies) -> Cache:
+    def copy(self, copies: Copies) -> Cache:
         """The cache after the copies that a table's growth asks for."""
         made = (copies.target_C < self.table.pool.none).sum(dtype=jnp.int32)
         # A ``cond`` would copy the pool that its branches write.
@@ -80,17 +88,15 @@ class Cache(flax.struct.PyTreeNode):
 
     def fork(self, parent_B: jax.Array) -> Cache:
         """Empty rows become copies of their parents; B: stays as it is."""
-        table, _fits = block_table.fork(self.table, parent_B)
-        return self.replace(table=table)
+        return self.replace(rows=self.rows.fork(parent_B))
 
     def reorder(self, parent_B: jax.Array) -> Cache:
         """Every row becomes a copy of its parent, at once."""
-        return self.replace(table=block_table.reorder(self.table, parent_B))
+        return self.replace(rows=self.rows.reorder(parent_B))
 
     def release(self, rows_B: jax.Array) -> Cache:
         """Empties the marked rows that hold anything."""
-        table, _valid = block_table.release(self.table, rows_B & (self.table.length_B > 0))
-        return self.replace(table=table)
+        return self.replace(rows=self.rows.release(rows_B))
 
 
 def create_paged(
@@ -100,6 +106,7 @@ def create_paged(
     blocks: int,
     block_size: int,
     kv_dtype: str,
+    caches_prefixes: bool = False,
     backend: str | None = None,
     interpret: Any = False,
 ) -> Cache:
@@ -112,13 +119,14 @@ def create_paged(
         width=config.head_width,
         dtype=kv_dtype,
     )
-    table = block_table.create(
+    empty = memory.create(
         rows=rows,
         blocks=blocks,
         block_size=block_size,
         blocks_per_row=-(-config.max_length // block_size),
+        caches_prefixes=caches_prefixes,
     )
-    return Cache(table, kv, jnp.int32(0), backend, interpret)
+    return Cache(empty, kv, jnp.int32(0), backend, interpret)
 
 
 def create_dense(config: ModelConfig, *, rows: int, kv_dtype: str) -> Cache:
@@ -131,10 +139,8 @@ def create_dense(config: ModelConfig, *, rows: int, kv_dtype: str) -> Cache:
         width=config.head_width,
         dtype=kv_dtype,
     )
-    table = block_table.create(
-        rows=rows, blocks=rows, block_size=config.max_length, blocks_per_row=1
-    )
-    return Cache(table, kv, jnp.int32(0))
+    empty = memory.create(rows=rows, blocks=rows, block_size=config.max_length, blocks_per_row=1)
+    return Cache(empty, kv, jnp.int32(0))
 
 
 def _places(

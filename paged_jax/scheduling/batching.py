@@ -6,7 +6,8 @@ While their blocks do not all fit, the last request in that order gives up its m
 (PagedAttention, section 4.5). If nobody had to, requests are admitted from the head of the queue as
 long as ``policy.judge`` lets them in. The unit is the request with all its samples: they are
 admitted and preempted together, the first one computes the prompt, and the others fork from it once
-it is stored.
+it is stored. With a prefix cache a request begins with the blocks that hold its first tokens
+already.
 
 ``advance`` is the step up to the forward pass, ``draws`` says who draws from it, ``finish`` is what
 comes after. An engine puts a model between them, a simulation nothing, so both take the same
@@ -18,8 +19,6 @@ Cost: O(B * W) a step, W the blocks a row may gain; O(B * M) for each preemption
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -27,39 +26,23 @@ from jax import lax
 
 from paged_jax.config import MOST
 from paged_jax.memory import block_table
-from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.block_table import Copies
 from paged_jax.memory.layout import blocks_of
+from paged_jax.memory.rows import Rows
+from paged_jax.scheduling import book as books
 from paged_jax.scheduling import policy
+from paged_jax.scheduling.book import Book
 from pallas_kernels import dims
 
 
-class Book(flax.struct.PyTreeNode):
-    """Who is served: R requests of up to F samples, and who sits in the table's B rows."""
+class Head(flax.struct.PyTreeNode):
+    """The first request in the queue, and what admitting it now would mean."""
 
-    rank_R: jax.Array  # i32: place in the order of service, no two alike; MOST for no request
-    running_R: jax.Array  # bool; the others wait
-    prompt_R: jax.Array  # i32: tokens
-    output_RF: jax.Array  # i32: tokens that a sample draws at most
-    drawn_RF: jax.Array  # i32: tokens that a sample has drawn
-    live_RF: jax.Array  # bool: samples that have not ended
-    owner_B: jax.Array  # i32: the request of a row, R for none
-    sample_B: jax.Array  # i32: which of its samples
-
-    def known_B(self) -> jax.Array:
-        """Tokens of each row's sequence, prompt and drawn; 0 for a free row."""
-        drawn_B = self.drawn_RF.at[self.owner_B, self.sample_B].get(mode="fill", fill_value=0)
-        return self.prompt_B() + drawn_B
-
-    def prompt_B(self) -> jax.Array:
-        """Tokens of each row's prompt, 0 for a free row."""
-        return jnp.append(self.prompt_R, 0)[self.owner_B]
-
-    def leader_B(self) -> jax.Array:
-        """The first row of each row's request; B for a free row."""
-        rows = self.owner_B.shape[0]
-        row_B = jnp.arange(rows, dtype=jnp.int32)
-        first_R = jnp.full(self.rank_R.shape[0], rows).at[self.owner_B].min(row_B, mode="drop")
-        return jnp.append(first_R, rows)[self.owner_B]
+    request: jax.Array  # i32
+    tokens: jax.Array  # i32: it would compute in this step
+    block_M: jax.Array  # i32: cached blocks that it begins with
+    hits: jax.Array  # i32: how many
+    verdict: jax.Array  # i32: a constant of ``policy``
 
 
 class Step(flax.struct.PyTreeNode):
@@ -68,87 +51,81 @@ class Step(flax.struct.PyTreeNode):
     tokens_B: jax.Array  # i32: tokens each row computes and stores, its last ones
     admitted_R: jax.Array  # bool
     preempted_R: jax.Array  # bool
+    found_R: jax.Array  # i32: tokens that an admitted request found in the prefix cache
     verdict: jax.Array  # i32: a constant of ``policy``
-
-
-def create(*, requests: int, samples: int, rows: int) -> Book:
-    """A book without requests."""
-    per_sample = (requests, samples)
-    return Book(
-        rank_R=jnp.full(requests, MOST, jnp.int32),
-        running_R=jnp.zeros(requests, bool),
-        prompt_R=jnp.ones(requests, jnp.int32),
-        output_RF=jnp.ones(per_sample, jnp.int32),
-        drawn_RF=jnp.zeros(per_sample, jnp.int32),
-        live_RF=jnp.zeros(per_sample, bool),
-        owner_B=jnp.full(rows, requests, jnp.int32),
-        sample_B=jnp.zeros(rows, jnp.int32),
-    )
 
 
 def advance(
     book: Book,
-    table: BlockTable,
+    memory: Rows,
     limits: policy.Limits,
     *,
     arrived_R: jax.Array | None = None,
+    admits: jax.Array | bool = True,
     most_tokens: int | None = None,
-) -> tuple[Book, BlockTable, Copies, Step]:
+) -> tuple[Book, Rows, Copies, Step]:
     """A step up to the forward pass: who computes what, with room for all of it.
 
     Args:
       book: the requests; those of a rank below ``MOST`` that do not run wait.
-      table: B rows.
+      memory: B rows.
       limits: the settings of the rules.
       arrived_R: bool, requests that may be admitted yet. Default: all.
+      admits: whether anybody is admitted. After ``only_decodes`` nobody is, though growth may
+        have evicted what made the head of the queue too large: an engine is in a dispatch then.
       most_tokens: static bound on what a row that runs computes; 1 makes a decode step cheap.
 
     Returns:
-      ``(book', table', copies, step)``. ``table'`` counts the step's tokens as stored; ``copies``
+      ``(book', memory', copies, step)``. ``memory'`` counts the step's tokens as stored; ``copies``
       are to be made before they are.
     """
-    dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=table.length_B)
+    dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=memory.table.length_B)
     ran_R = book.running_R
-    tokens_B = grants(book, table, limits)
-    book, table, copies, tokens_B = _make_room(book, table, tokens_B, most_tokens)
+    tokens_B = grants(book, memory, limits)
+    book, memory, copies, tokens_B = _make_room(book, memory, tokens_B, most_tokens)
     preempted_R = ran_R & ~book.running_R
 
-    def judge(book: Book, table: BlockTable, tokens_B: jax.Array) -> Any:
+    def judge(book: Book, memory: Rows, tokens_B: jax.Array) -> Head:
         waits_R = _waits(book, arrived_R)
-        return _judge(book, table, limits, waits_R, tokens_B, preempted_R.any())
+        return _judge(book, memory, limits, waits_R, tokens_B, preempted_R.any())
 
     def admit(carry: tuple) -> tuple:
-        book, table, tokens_B, head, granted, _ = carry
-        book = _seat(book, head)
-        leads_B = (book.owner_B == head) & (book.leader_B() == jnp.arange(len(tokens_B)))
-        new_B = jnp.where(leads_B, granted, 0)
-        table, _, _ = block_table.reserve(table, new_B)
+        book, memory, tokens_B, found_R, head = carry
+        book = books.seat(book, head.request)
+        row_B = jnp.arange(len(tokens_B))
+        leads_B = (book.owner_B == head.request) & (book.leader_B() == row_B)
+        memory = memory.adopt(jnp.argmax(leads_B), head.block_M, head.hits)
+        new_B = jnp.where(leads_B, head.tokens, 0)
+        memory, _, _ = memory.reserve(new_B)
         tokens_B += new_B
-        return book, table, tokens_B, *judge(book, table, tokens_B)
+        found_R = found_R.at[head.request].set(head.hits * memory.table.block_size)
+        return book, memory, tokens_B, found_R, judge(book, memory, tokens_B)
 
-    book, table, tokens_B, *_, verdict = lax.while_loop(
-        lambda carry: carry[-1] == policy.ADMITTED,
-        admit,
-        (book, table, tokens_B, *judge(book, table, tokens_B)),
-    )
+    found_R = jnp.zeros(ran_R.shape, jnp.int32)
+    carry = (book, memory, tokens_B, found_R, judge(book, memory, tokens_B))
+    if admits is not False:
+        carry = lax.while_loop(
+            lambda carry: admits & (carry[-1].verdict == policy.ADMITTED), admit, carry
+        )
+    book, memory, tokens_B, found_R, head = carry
     admitted_R = book.running_R & ~ran_R
-    return book, table, copies, Step(tokens_B, admitted_R, preempted_R, verdict)
+    return book, memory, copies, Step(tokens_B, admitted_R, preempted_R, found_R, head.verdict)
 
 
 def only_decodes(
     book: Book,
-    table: BlockTable,
+    memory: Rows,
     limits: policy.Limits,
     *,
     arrived_R: jax.Array | None = None,
 ) -> jax.Array:
     """Whether in the next step every row decodes, nobody is preempted and nobody admitted."""
-    wanted_B = targets(book, table) - table.length_B
+    wanted_B = targets(book, memory) - memory.table.length_B
     seated_B = book.owner_B < book.rank_R.shape[0]
-    demand = block_table.demand(table, wanted_B)
-    *_, verdict = _judge(
+    demand = block_table.demand(memory.table, wanted_B)
+    head = _judge(
         book,
-        table,
+        memory,
         limits,
         _waits(book, arrived_R),
         wanted_B,
@@ -157,13 +134,13 @@ def only_decodes(
     )
     calm = (wanted_B == seated_B).all() & seated_B.any()
     within = wanted_B.sum() <= limits.tokens
-    fits = policy.may_grow(demand, table.pool.free)
-    return calm & within & fits & (verdict != policy.ADMITTED)
+    fits = policy.may_grow(demand, memory.room)
+    return calm & within & fits & (head.verdict != policy.ADMITTED)
 
 
-def grants(book: Book, table: BlockTable, limits: policy.Limits) -> jax.Array:
+def grants(book: Book, memory: Rows, limits: policy.Limits) -> jax.Array:
     """Tokens that each row computes in the next step if all that runs stays, [B]."""
-    wanted_B = targets(book, table) - table.length_B
+    wanted_B = targets(book, memory) - memory.table.length_B
     decodes_B = wanted_B == 1
     left = limits.tokens - decodes_B.sum(dtype=jnp.int32)
 
@@ -177,25 +154,25 @@ def grants(book: Book, table: BlockTable, limits: policy.Limits) -> jax.Array:
     return lax.cond((wanted_B > 1).any(), cut, lambda wanted_B: wanted_B, wanted_B)
 
 
-def targets(book: Book, table: BlockTable) -> jax.Array:
+def targets(book: Book, memory: Rows) -> jax.Array:
     """Tokens that each row is to have stored next: all it knows, [B].
 
     While others wait to fork from it, the first sample stops at the end of the prompt; they have
     nothing to store till then.
     """
-    follows_B, leader_B = _follows(book, table)
+    follows_B, leader_B = books.follows(book, memory)
     joint_B = jnp.zeros_like(follows_B).at[leader_B].max(follows_B, mode="drop")
     return jnp.where(follows_B, 0, jnp.where(joint_B, book.prompt_B(), book.known_B()))
 
 
-def draws(book: Book, table: BlockTable, step: Step) -> tuple[jax.Array, jax.Array]:
+def draws(book: Book, memory: Rows, step: Step) -> tuple[jax.Array, jax.Array]:
     """Who draws a token after a step's forward pass, and from which row's last hidden state.
 
     Returns ``(draws_B, source_B)``: rows that have stored all they know, and samples that are
     about to fork from a prompt that was stored for the first time.
     """
-    known_B, (follows_B, leader_B) = book.known_B(), _follows(book, table)
-    draws_B = (step.tokens_B > 0) & (table.length_B == known_B)
+    known_B, (follows_B, leader_B) = book.known_B(), books.follows(book, memory)
+    draws_B = (step.tokens_B > 0) & (memory.table.length_B == known_B)
     ready_B = draws_B.at[leader_B].get(mode="fill", fill_value=False)
     joins_B = follows_B & ready_B & (known_B == book.prompt_B())
     row_B = jnp.arange(known_B.shape[0], dtype=jnp.int32)
@@ -203,17 +180,42 @@ def draws(book: Book, table: BlockTable, step: Step) -> tuple[jax.Array, jax.Arr
 
 
 def finish(
-    book: Book, table: BlockTable, draws_B: jax.Array, ends_B: jax.Array
-) -> tuple[Book, BlockTable, jax.Array]:
-    """The end of a step: samples fork from a stored prompt, rows draw, rows that end are emptied.
+    book: Book,
+    memory: Rows,
+    step: Step,
+    draws_B: jax.Array,
+    token_B: jax.Array,
+    ends_B: jax.Array,
+) -> tuple[Book, Rows, jax.Array]:
+    """The end of a step: blocks it filled are found from now on, samples fork from a stored prompt,
+    rows draw, rows that end are emptied.
 
-    ``ends_B``: bool, rows whose sequence ends with the token it draws now, besides those that draw
-    the last they may. Returns ``(book', table', ended_B)``.
+    Args:
+      book, memory, step: what ``advance`` returned.
+      draws_B: rows that draw, from ``draws``.
+      token_B: i32, what they draw. Where requests have one sample each these tokens are found by a
+        prefix cache as prompts are.
+      ends_B: bool, rows whose sequence ends with that token, besides those that draw their last.
+
+    Returns:
+      ``(book', memory', ended_B)``.
     """
     rows, requests = book.owner_B.shape[0], book.rank_R.shape[0]
-    follows_B, leader_B = _follows(book, table)
-    stored_B = table.length_B.at[leader_B].get(mode="fill", fill_value=0) >= book.prompt_B()
-    table, _ = block_table.fork(table, jnp.where(follows_B & stored_B, leader_B, rows))
+    alone = book.live_RF.shape[1] == 1
+    memory = memory.register(
+        book.token_RT,
+        jnp.append(book.salt_R, 0)[book.owner_B],
+        book.owner_B,
+        step.tokens_B,
+        book.known_B() if alone else book.prompt_B(),
+    )
+    follows_B, leader_B = books.follows(book, memory)
+    stored_B = memory.table.length_B.at[leader_B].get(mode="fill", fill_value=0) >= book.prompt_B()
+    memory = memory.fork(jnp.where(follows_B & stored_B, leader_B, rows))
+    if memory.prefix is not None and alone:
+        owner_B = jnp.where(draws_B, book.owner_B, requests)
+        token_RT = book.token_RT.at[owner_B, book.known_B()].set(token_B, mode="drop")
+        book = book.replace(token_RT=token_RT)
 
     at_draw = (jnp.where(draws_B, book.owner_B, requests), book.sample_B)
     drawn_RF = book.drawn_RF.at[at_draw].add(1, mode="drop")
@@ -222,36 +224,15 @@ def finish(
     live_RF = book.live_RF.at[jnp.where(ended_B, book.owner_B, requests), book.sample_B].set(
         False, mode="drop"
     )
-    book, table = vacate(book.replace(drawn_RF=drawn_RF, live_RF=live_RF), table, ended_B)
-    return _close(book), table, ended_B
+    book, memory = books.vacate(book.replace(drawn_RF=drawn_RF, live_RF=live_RF), memory, ended_B)
+    return books.close(book), memory, ended_B
 
 
-def stop(book: Book, table: BlockTable, stopped_RF: jax.Array) -> tuple[Book, BlockTable]:
+def stop(book: Book, memory: Rows, stopped_RF: jax.Array) -> tuple[Book, Rows]:
     """Between two steps: the marked samples end, whether they run or wait."""
     rows_B = stopped_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=False)
-    book, table = vacate(book.replace(live_RF=book.live_RF & ~stopped_RF), table, rows_B)
-    return _close(book), table
-
-
-def _close(book: Book) -> Book:
-    """Requests none of whose samples is live are over, and their slots empty."""
-    over_R = ~book.live_RF.any(axis=1)
-    return book.replace(
-        running_R=book.running_R & ~over_R, rank_R=jnp.where(over_R, MOST, book.rank_R)
-    )
-
-
-def vacate(book: Book, table: BlockTable, rows_B: jax.Array) -> tuple[Book, BlockTable]:
-    """Empties rows and gives their seats up."""
-    table, _ = block_table.release(table, rows_B & (table.length_B > 0))
-    return book.replace(owner_B=jnp.where(rows_B, book.rank_R.shape[0], book.owner_B)), table
-
-
-def _follows(book: Book, table: BlockTable) -> tuple[jax.Array, jax.Array]:
-    """Rows that wait to fork from their request's first row, and that row for every row."""
-    leader_B = book.leader_B()
-    row_B = jnp.arange(leader_B.shape[0])
-    return (leader_B < row_B) & (table.length_B == 0), leader_B
+    book, memory = books.vacate(book.replace(live_RF=book.live_RF & ~stopped_RF), memory, rows_B)
+    return books.close(book), memory
 
 
 def _waits(book: Book, arrived_R: jax.Array | None) -> jax.Array:
@@ -260,87 +241,79 @@ def _waits(book: Book, arrived_R: jax.Array | None) -> jax.Array:
 
 
 def _make_room(
-    book: Book, table: BlockTable, tokens_B: jax.Array, most_tokens: int | None
-) -> tuple[Book, BlockTable, Copies, jax.Array]:
+    book: Book, memory: Rows, tokens_B: jax.Array, most_tokens: int | None
+) -> tuple[Book, Rows, Copies, jax.Array]:
     """Room for the grants of the rows that stay; the last in the order of service go first."""
 
-    def crowded(carry: tuple[Book, BlockTable, jax.Array]) -> jax.Array:
-        book, table, tokens_B = carry
-        demand = block_table.demand(table, tokens_B)
-        return book.running_R.any() & ~policy.may_grow(demand, table.pool.free)
+    def crowded(carry: tuple[Book, Rows, jax.Array]) -> jax.Array:
+        book, memory, tokens_B = carry
+        demand = block_table.demand(memory.table, tokens_B)
+        return book.running_R.any() & ~policy.may_grow(demand, memory.room)
 
-    def preempt(carry: tuple[Book, BlockTable, jax.Array]) -> tuple[Book, BlockTable, jax.Array]:
-        book, table, tokens_B = carry
+    def preempt(carry: tuple[Book, Rows, jax.Array]) -> tuple[Book, Rows, jax.Array]:
+        book, memory, tokens_B = carry
         victim = jnp.argmax(jnp.where(book.running_R, book.rank_R, -1))
         leaves_B = book.owner_B == victim
-        book, table = vacate(book, table, leaves_B)
+        book, memory = books.vacate(book, memory, leaves_B)
         book = book.replace(running_R=book.running_R.at[victim].set(False))
-        return book, table, jnp.where(leaves_B, 0, tokens_B)
+        return book, memory, jnp.where(leaves_B, 0, tokens_B)
 
-    book, table, tokens_B = lax.while_loop(crowded, preempt, (book, table, tokens_B))
-    table, copies, _ = block_table.reserve(table, tokens_B, most_tokens=most_tokens)
-    return book, table, copies, tokens_B
+    book, memory, tokens_B = lax.while_loop(crowded, preempt, (book, memory, tokens_B))
+    memory, copies, _ = memory.reserve(tokens_B, most_tokens=most_tokens)
+    return book, memory, copies, tokens_B
 
 
 def _judge(
     book: Book,
-    table: BlockTable,
+    memory: Rows,
     limits: policy.Limits,
     waits_R: jax.Array,
     tokens_B: jax.Array,
     preempted: jax.Array,
     *,
     demand: jax.Array | int = 0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The head of the queue, the tokens it would compute now, and the verdict on it.
+) -> Head:
+    """The head of the queue, and the verdict on it.
 
     ``demand``: blocks that ``tokens_B`` are yet to take. What admitted prompts have yet to store
     counts as taken.
     """
-    head = jnp.argmin(jnp.where(waits_R, book.rank_R, MOST))
+    head = jnp.argmin(jnp.where(waits_R, book.rank_R, MOST)).astype(jnp.int32)
     prompt, live_F, drawn_F = book.prompt_R[head], book.live_RF[head], book.drawn_RF[head]
-    size, live = table.block_size, live_F.sum(dtype=jnp.int32)
+    size, live = memory.table.block_size, live_F.sum(dtype=jnp.int32)
     own_F = jnp.where(live_F, blocks_of(prompt + drawn_F, size) - prompt // size, 0)
     fresh = (drawn_F == 0).all()
     need = jnp.where(fresh, blocks_of(prompt, size), prompt // size + own_F.sum(dtype=jnp.int32))
     target = jnp.where(live == 1, prompt + jnp.max(drawn_F, where=live_F, initial=0), prompt)
-    granted = policy.share(limits, target, tokens_B.sum(dtype=jnp.int32), limits.tokens)
+    known = target if live_F.shape[0] == 1 else prompt
+    # Nobody waits: nothing is looked up.
+    block_M, hits = memory.match(
+        book.token_RT[head], jnp.where(waits_R.any(), known, 0), book.salt_R[head]
+    )
+    tokens = policy.share(
+        limits, target - hits * size, tokens_B.sum(dtype=jnp.int32), limits.tokens
+    )
     rows = book.owner_B.shape[0]
     verdict = policy.judge(
         limits.replace(rows=jnp.minimum(limits.rows, rows)),
         waiting=waits_R.any(),
-        need=need,
-        free=table.pool.free - demand - _outstanding(book, table, tokens_B, demand),
+        need=need + memory.extra_need(block_M, hits),
+        free=memory.room - demand - _outstanding(book, memory, tokens_B, demand),
         rows=live,
         running=(book.owner_B < book.rank_R.shape[0]).sum(dtype=jnp.int32),
         preempted=preempted,
-        granted=granted,
+        granted=tokens,
     )
-    return head, granted, verdict
+    return Head(head, tokens, block_M, hits, verdict)
 
 
 def _outstanding(
-    book: Book, table: BlockTable, tokens_B: jax.Array, demand: jax.Array | int
+    book: Book, memory: Rows, tokens_B: jax.Array, demand: jax.Array | int
 ) -> jax.Array:
     """Blocks that seated rows have yet to take for what they know already."""
-    follows_B, _ = _follows(book, table)
-    known_B, prompt_B, size = book.known_B(), book.prompt_B(), table.block_size
-    stored_B = table.length_B + (0 if isinstance(demand, int) else tokens_B)
+    follows_B, _ = books.follows(book, memory)
+    known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.table.block_size
+    stored_B = memory.table.length_B + (0 if isinstance(demand, int) else tokens_B)
     has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
     gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
     return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)
-
-
-def _seat(book: Book, request: jax.Array) -> Book:
-    """The live samples of a waiting request take the first free rows."""
-    requests = book.rank_R.shape[0]
-    free_B = book.owner_B == requests
-    nth_B = jnp.cumsum(free_B) - 1
-    live_F = book.live_RF[request]
-    taken_B = free_B & (nth_B < live_F.sum())
-    sample_F = jnp.argsort(~live_F, stable=True).astype(jnp.int32)
-    return book.replace(
-        running_R=book.running_R.at[request].set(True),
-        owner_B=jnp.where(taken_B, request.astype(jnp.int32), book.owner_B),
-        sample_B=jnp.where(taken_B, sample_F.at[nth_B].get(mode="clip"), book.sample_B),
-    )

@@ -26,7 +26,9 @@ from paged_jax.decoding.caches import Cache
 from paged_jax.decoding.sampling import Samplers, Uses
 from paged_jax.memory import block_table
 from paged_jax.scheduling import batching, policy
-from paged_jax.scheduling.batching import Book, Step
+from paged_jax.scheduling import book as books
+from paged_jax.scheduling.batching import Step
+from paged_jax.scheduling.book import Book
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -45,7 +47,8 @@ class Moment(flax.struct.PyTreeNode):
 
     length_B: jax.Array  # i32, stored tokens
     tail_B: jax.Array  # i32, last block
-    used: jax.Array  # i32, blocks
+    used: jax.Array  # i32, blocks that rows hold
+    idle: jax.Array  # i32, blocks that are kept for prefix hits
     copies: jax.Array  # i32, blocks copied so far
     short: jax.Array  # bool
 
@@ -70,9 +73,10 @@ class Drawn(flax.struct.PyTreeNode):
 
 def create(cache: Cache, *, requests: int, samples: int, ends: int) -> Batch:
     """No requests over an empty cache; rows have room for ``ends`` tokens that end them."""
-    rows = cache.table.length_B.shape[0]
+    rows, cells = cache.table.table_BM.shape
+    tokens = 1 if cache.rows.prefix is None else cells * cache.table.block_size
     return Batch(
-        book=batching.create(requests=requests, samples=samples, rows=rows),
+        book=books.create(requests=requests, samples=samples, rows=rows, tokens=tokens),
         cache=cache,
         token_B=jnp.zeros(rows, jnp.int32),
         end_BX=jnp.full((rows, ends), -1, jnp.int32),
@@ -88,6 +92,8 @@ def submit(
     prompt_R: jax.Array,
     output_R: jax.Array,
     samples_R: jax.Array,
+    salt_R: jax.Array,
+    token_RT: jax.Array,
 ) -> Batch:
     """Enters requests into the marked slots, which are empty; ``rank_R`` holds for all."""
     book = batch.book
@@ -99,6 +105,8 @@ def submit(
         output_RF=jnp.where(new_RF, output_R[:, None], book.output_RF),
         drawn_RF=jnp.where(new_RF, 0, book.drawn_RF),
         live_RF=jnp.where(new_RF, sample_F < samples_R[:, None], book.live_RF),
+        salt_R=jnp.where(new_R, salt_R, book.salt_R),
+        token_RT=jnp.where(new_R[:, None], token_RT, book.token_RT),
     )
     return batch.replace(book=book)
 
@@ -128,14 +136,14 @@ def seat(
 @functools.partial(jax.jit, donate_argnames="batch")
 def stop(batch: Batch, stopped_RF: jax.Array) -> Batch:
     """Ends the marked samples where they are, whether they run or wait."""
-    book, table = batching.stop(batch.book, batch.cache.table, stopped_RF)
-    return batch.replace(book=book, cache=batch.cache.replace(table=table))
+    book, rows = batching.stop(batch.book, batch.cache.rows, stopped_RF)
+    return batch.replace(book=book, cache=batch.cache.replace(rows=rows))
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def plan(batch: Batch, limits: policy.Limits) -> tuple[Batch, Planned]:
     """Schedules a step and makes room for it."""
-    batch, step = _advance(batch, limits, None)
+    batch, step = _advance(batch, limits, decodes=False)
     book = batch.book
     return batch, Planned(step, book.owner_B, book.sample_B, _moment(batch.cache, step))
 
@@ -160,9 +168,9 @@ def compute(
     model = nnx.merge(graphdef, weights)
     hidden_TE, view = model(token_T, position_T, view)
     batch = batch.replace(cache=batch.cache.keep(view))
-    draws_B, source_B = batching.draws(batch.book, batch.cache.table, step)
+    draws_B, source_B = batching.draws(batch.book, batch.cache.rows, step)
     last_B = jnp.clip(start_P[source_B + 1] - 1, 0, queries - 1)
-    return _draw(batch, model.logits(hidden_TE[last_B]), draws_B, uses)
+    return _draw(batch, step, model.logits(hidden_TE[last_B]), draws_B, uses)
 
 
 @functools.partial(
@@ -184,19 +192,19 @@ def decode(
 
     def goes_on(carry: tuple[Batch, Drawn]) -> jax.Array:
         batch, drawn = carry
-        calm = batching.only_decodes(batch.book, batch.cache.table, limits)
+        calm = batching.only_decodes(batch.book, batch.cache.rows, limits)
         return (drawn.steps < steps) & calm
 
     def one_step(carry: tuple[Batch, Drawn]) -> tuple[Batch, Drawn]:
         batch, drawn = carry
-        batch, step = _advance(batch, limits, 1)
+        batch, step = _advance(batch, limits, decodes=True)
         moment = _moment(batch.cache, step)
         view, position_B = batch.cache.view(step.tokens_B > 0, None, rows)
         model = model_of(weights)
         hidden_BE, view = model(batch.token_B, position_B, view)
         batch = batch.replace(cache=batch.cache.keep(view))
-        draws_B, _ = batching.draws(batch.book, batch.cache.table, step)
-        batch, token_B, logprob_B = _draw(batch, model.logits(hidden_BE), draws_B, uses)
+        draws_B, _ = batching.draws(batch.book, batch.cache.rows, step)
+        batch, token_B, logprob_B = _draw(batch, step, model.logits(hidden_BE), draws_B, uses)
 
         def put(many: jax.Array, one: jax.Array) -> jax.Array:
             return many.at[drawn.steps].set(one)
@@ -215,6 +223,7 @@ def decode(
             length_B=jnp.zeros((most_steps, rows), jnp.int32),
             tail_B=jnp.zeros((most_steps, rows), jnp.int32),
             used=jnp.zeros(most_steps, jnp.int32),
+            idle=jnp.zeros(most_steps, jnp.int32),
             copies=jnp.zeros(most_steps, jnp.int32),
             short=jnp.zeros(most_steps, bool),
         ),
@@ -239,11 +248,15 @@ def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[jax.Arr
     return jnp.asarray(token_T), jnp.asarray(start_P)
 
 
-def _advance(batch: Batch, limits: policy.Limits, most_tokens: int | None) -> tuple[Batch, Step]:
-    book, table, copies, step = batching.advance(
-        batch.book, batch.cache.table, limits, most_tokens=most_tokens
+def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Batch, Step]:
+    book, rows, copies, step = batching.advance(
+        batch.book,
+        batch.cache.rows,
+        limits,
+        admits=not decodes,
+        most_tokens=1 if decodes else None,
     )
-    return batch.replace(book=book, cache=batch.cache.replace(table=table).copy(copies)), step
+    return batch.replace(book=book, cache=batch.cache.replace(rows=rows).copy(copies)), step
 
 
 def _moment(cache: Cache, step: Step) -> Moment:
@@ -251,28 +264,29 @@ def _moment(cache: Cache, step: Step) -> Moment:
     return Moment(
         length_B=table.length_B,
         tail_B=block_table.last_block(table, table.length_B > 0),
-        used=table.pool.used,
+        used=table.pool.used - cache.rows.idle,
+        idle=cache.rows.idle,
         copies=cache.copies,
         short=step.verdict == policy.SHORT,
     )
 
 
 def _draw(
-    batch: Batch, logits_BV: jax.Array, draws_B: jax.Array, uses: Uses
+    batch: Batch, step: Step, logits_BV: jax.Array, draws_B: jax.Array, uses: Uses
 ) -> tuple[Batch, jax.Array, jax.Array]:
     """The marked rows draw from their logits, and the step ends."""
     book = batch.book
     nth_B = book.drawn_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=0)
     token_B, logprob_B = sampling.sample(logits_BV, batch.samplers, nth_B, uses, batch.seen_BV)
     ends_B = (token_B[:, None] == batch.end_BX).any(axis=1)
-    book, table, _ = batching.finish(book, batch.cache.table, draws_B, ends_B)
+    book, rows, _ = batching.finish(book, batch.cache.rows, step, draws_B, token_B, ends_B)
     seen_BV = batch.seen_BV
     if seen_BV is not None:
         target_B = jnp.where(draws_B, token_B, seen_BV.shape[1])
         seen_BV = seen_BV.at[jnp.arange(len(target_B)), target_B].set(True, mode="drop")
     batch = batch.replace(
         book=book,
-        cache=batch.cache.replace(table=table),
+        cache=batch.cache.replace(rows=rows),
         token_B=jnp.where(draws_B, token_B, batch.token_B),
         seen_BV=seen_BV,
     )

@@ -22,7 +22,9 @@ from flax import nnx
 
 from paged_jax.config import MOST, EngineConfig
 from paged_jax.decoding import sampling
+from paged_jax.decoding.caches import Cache
 from paged_jax.decoding.sampling import SamplingParams
+from paged_jax.memory import prefix_hits
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
 from paged_jax.serving import dispatch, settings
@@ -60,6 +62,7 @@ class Engine:
         self._row: list[tuple[Request, int] | None] = [None] * self.config.rows
         self._uses = sampling.Uses()
         self.preemptions = 0
+        self.hits = {"new": prefix_hits.zero(), "resumed": prefix_hits.zero()}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
 
     def add(
@@ -69,10 +72,12 @@ class Engine:
         prompt: str | None = None,
         *,
         priority: int = 0,
+        salt: int = 0,
     ) -> Request:
         """Queues a request; the lowest ``priority`` is served first, then the first to come.
 
-        Raises ``ValueError`` for one that could never be served.
+        With prefix caching it shares blocks with requests of the same ``salt`` alone. Raises
+        ``ValueError`` for one that could never be served.
         """
         settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
         most = min(self.config.rows, self._batch.book.live_RF.shape[1])
@@ -80,7 +85,7 @@ class Engine:
             raise ValueError(f"n: {params.n} sequences need as many rows, of {most}")
         sequences = [Sequence() for _ in range(params.n)]
         request = Request(
-            prompt, list(prompt_ids), params, sequences, priority, next(self._numbers)
+            prompt, list(prompt_ids), params, sequences, priority, salt, next(self._numbers)
         )
         need = settings.most_blocks(self.config, len(prompt_ids), params.max_tokens, params.n)
         if need > self._batch.cache.kv.blocks:
@@ -94,6 +99,11 @@ class Engine:
             self._uses = _joined(self._uses, sampling.Uses.of([params]))
         bisect.insort(self._queue, request, key=_order)
         return request
+
+    @property
+    def cache(self) -> Cache:
+        """What the rows hold now; the next dispatch takes its arrays."""
+        return self._batch.cache
 
     @property
     def busy(self) -> bool:
@@ -163,7 +173,18 @@ class Engine:
             of(lambda request: len(request.prompt_ids)),
             of(lambda request: request.params.max_tokens),
             of(lambda request: request.params.n),
+            of(lambda request: request.salt).astype(jnp.uint32),
+            jnp.asarray(self._prompts()),
         )
+
+    def _prompts(self) -> np.ndarray:
+        """The slots' prompts as the prefix cache looks them up; nothing without one."""
+        token_RT = np.zeros(self._batch.book.token_RT.shape, np.int32)
+        if self.config.prefix_caching:
+            for slot, request in enumerate(self._slots):
+                if request is not None:
+                    token_RT[slot, : len(request.prompt_ids)] = request.prompt_ids
+        return token_RT
 
     def _decode(self) -> list[Request]:
         """Many steps in which every row decodes; none where the next one has to be planned."""
@@ -189,6 +210,8 @@ class Engine:
         self._batch, planned = dispatch.plan(self._batch, self._limits)
         found = jax.device_get(planned)
         self.preemptions += int(found.step.preempted_R.sum())
+        for slot in np.flatnonzero(found.step.admitted_R):
+            self._count_hit(self._slots[slot], int(found.step.found_R[slot]))
         self._seat(found)
         self._record(found.moment)
         tokens_of = {
@@ -202,6 +225,18 @@ class Engine:
             self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
         )
         return self._collect(*jax.device_get((token_B, logprob_B)))
+
+    def _count_hit(self, request: Request | None, found: int) -> None:
+        """Counts what a request found in the prefix cache, apart for those that come back."""
+        assert request is not None, "it was admitted from a slot"
+        if self.config.prefix_caching:
+            tokens = len(request.prompt_ids) + len(request.sequences[0].token_ids)
+            size = self.config.block_size
+            again = any(one.token_ids for one in request.sequences)
+            kind = "resumed" if again else "new"
+            self.hits[kind] = prefix_hits.add(
+                self.hits[kind], jnp.int32(tokens), jnp.int32(found // size), size
+            )
 
     def _tokens(self, row: int, length: int, count: int) -> list[int]:
         """The last ``count`` of the first ``length`` tokens of what a row holds."""
@@ -253,6 +288,7 @@ class Engine:
             moment.tail_B,
             int(moment.used),
             held,
+            idle=int(moment.idle),
             copies=int(moment.copies),
             short=bool(moment.short),
         )

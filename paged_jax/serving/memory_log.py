@@ -29,7 +29,8 @@ class Moment:
 
     length_B: np.ndarray  # stored tokens
     tail_B: np.ndarray  # last block, for rows that hold any
-    used: int  # blocks in use
+    used: int  # blocks that rows hold
+    idle: int  # blocks kept for prefix hits
     short: bool  # the queue's head lacked blocks, or somebody was preempted
     owners: tuple[tuple[Request, Sequence] | None, ...]
 
@@ -62,11 +63,12 @@ class MemoryLog:
         held: Held,
         *,
         copies: int,
+        idle: int = 0,
         short: bool = False,
     ) -> None:
         """Keeps a moment; ``copies``: blocks copied on write so far."""
         owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
-        self.moments.append(Moment(length_B, tail_B, used, short, owners))
+        self.moments.append(Moment(length_B, tail_B, used, idle, short, owners))
         self._copies = copies
 
     def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
@@ -107,11 +109,12 @@ class MemoryLog:
         filled, ending = np.zeros(len(tails), int), np.zeros(len(tails), int)
         np.maximum.at(filled, block_Z, filled_Z)
         np.maximum.at(ending, block_Z, ending_Z)
-        unallocated = (self._blocks - moment.used) * size
+        unallocated = (self._blocks - moment.used - moment.idle) * size
         slots = {
             "token": moment.used * size - int((size - filled).sum()),
             "reserved": int((ending - filled).sum()),
             "internal": int((size - ending).sum()),
+            "cached": moment.idle * size,
             "short" if moment.short else "free": unallocated,
         }
         return dict.fromkeys(CATEGORIES, 0) | slots

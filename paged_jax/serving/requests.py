@@ -31,6 +31,7 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     priority: int = 0  # the lowest is served first
+    salt: int = 0  # of its tenant: prefix hits stay among requests of one
     number: int = 0  # in the order of arrival
 
     @property

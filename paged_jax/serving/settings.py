@@ -46,6 +46,7 @@ def _create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
         blocks=config.blocks,
         block_size=config.block_size,
         kv_dtype=config.kv_dtype,
+        caches_prefixes=config.prefix_caching,
         backend=config.backend,
         interpret=config.interpret,
     )

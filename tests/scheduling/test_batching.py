@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.replay_check import compare
-from paged_jax.memory import block_table
+from paged_jax.memory import block_table, rows
 from paged_jax.scheduling import batching, policy
+from paged_jax.scheduling import book as books
 from tests.support.list_batching import ListBatching
 
 REQUESTS, ROWS, STEPS = 12, 6, 160
@@ -33,10 +34,10 @@ def requests_of(seed: int, samples: int):
     ]
 
 
-def book_of(requests) -> batching.Book:
+def book_of(requests) -> books.Book:
     samples = len(requests[0][2])
-    book = batching.create(requests=len(requests), samples=samples, rows=ROWS)
-    return book.replace(
+    empty = books.create(requests=len(requests), samples=samples, rows=ROWS)
+    return empty.replace(
         rank_R=jnp.arange(len(requests)),
         prompt_R=jnp.array([prompt for _, prompt, _ in requests]),
         output_RF=jnp.array([outputs for _, _, outputs in requests]),
@@ -44,13 +45,15 @@ def book_of(requests) -> batching.Book:
     )
 
 
-def step_of(book, table, limits, arrived_R):
-    before, calm = table, batching.only_decodes(book, table, limits, arrived_R=arrived_R)
-    wanted = block_table.demand(table, batching.grants(book, table, limits))
-    seated, table, _, step = batching.advance(book, table, limits, arrived_R=arrived_R)
-    draws_B, _ = batching.draws(seated, table, step)
-    book, after, _ = batching.finish(seated, table, draws_B, jnp.zeros(ROWS, bool))
-    return book, after, (seated, table, step, draws_B, calm, wanted > before.pool.free)
+def step_of(book, memory, limits, arrived_R):
+    calm = batching.only_decodes(book, memory, limits, arrived_R=arrived_R)
+    wanted = block_table.demand(memory.table, batching.grants(book, memory, limits))
+    crowded = wanted > memory.room
+    seated, held, _, step = batching.advance(book, memory, limits, arrived_R=arrived_R)
+    draws_B, _ = batching.draws(seated, held, step)
+    nothing_B = jnp.zeros(ROWS, jnp.int32)
+    book, memory, _ = batching.finish(seated, held, step, draws_B, nothing_B, nothing_B > 0)
+    return book, memory, (seated, held.table, step, draws_B, calm, crowded)
 
 
 one_step = jax.jit(step_of)
@@ -71,18 +74,16 @@ def differences(requests, *, blocks, size, budget, chunked, watermark=0.0, step=
         watermark=int(watermark * (blocks + 1)),
     )
     book = book_of(requests)
-    table = block_table.create(
-        rows=ROWS, blocks=blocks, block_size=size, blocks_per_row=-(-40 // size)
-    )
+    memory = rows.create(rows=ROWS, blocks=blocks, block_size=size, blocks_per_row=-(-40 // size))
     arrival_R = jnp.array([arrival for arrival, _, _ in requests])
     seen = {"preempted": 0, "chunks": 0, "calm": 0}
     for now in range(STEPS):
         if len(lists.ended) == len(lists.drawn):
-            faults = block_table.faults(table)
-            left = int(table.pool.used)
+            faults = block_table.faults(memory.table)
+            left = int(memory.table.pool.used)
             return (faults or left or None), seen
         expected = lists.step()
-        book, table, found = step(book, table, limits, arrival_R <= now)
+        book, memory, found = step(book, memory, limits, arrival_R <= now)
         if difference := _compare(expected, found, requests):
             return f"step {now}: {difference}", seen
         seen["preempted"] += len(expected["preempted"])
@@ -93,21 +94,21 @@ def differences(requests, *, blocks, size, budget, chunked, watermark=0.0, step=
 
 def _compare(expected, found, requests):
     seated, table, step, draws_B, calm, crowded = jax.tree.map(np.asarray, found)
-    rows = [
+    seats = [
         (row, (int(r), int(f)))
         for row, (r, f) in enumerate(zip(seated.owner_B, seated.sample_B, strict=True))
         if r < len(requests)
     ]
-    held = [(row, key) for row, key in rows if table.length_B[row]]
+    held = [(row, key) for row, key in seats if table.length_B[row]]
     decodes = all(tokens == 1 for tokens in expected["granted"].values())
     everybody = len(expected["granted"]) == len(expected["tables"]) > 0
     events = expected["preempted"] or expected["admitted"]
     values = {
-        "granted": {key: int(step.tokens_B[row]) for row, key in rows if step.tokens_B[row]},
+        "granted": {key: int(step.tokens_B[row]) for row, key in seats if step.tokens_B[row]},
         "admitted": np.flatnonzero(step.admitted_R).tolist(),
         "preempted": np.flatnonzero(step.preempted_R).tolist(),
         "short": bool(step.verdict == policy.SHORT),
-        "drew": sorted(key for row, key in rows if draws_B[row]),
+        "drew": sorted(key for row, key in seats if draws_B[row]),
     }
     for name, value in values.items():
         if value != expected[name]:
@@ -143,12 +144,12 @@ def story(requests, steps, *, ranks=None, blocks=10, **limits) -> list[tuple[obj
     """Who is admitted, who is preempted and the verdict, step by step, in blocks of 16 slots."""
     book = book_of([(0, prompt, [output]) for prompt, output in requests])
     book = book if ranks is None else book.replace(rank_R=jnp.array(ranks))
-    table = block_table.create(rows=ROWS, blocks=blocks, block_size=16, blocks_per_row=12)
+    memory = rows.create(rows=ROWS, blocks=blocks, block_size=16, blocks_per_row=12)
     told = []
     for _ in range(steps):
         everybody_R = jnp.ones(len(requests), bool)
-        book, table, (_, _, step, *_) = one_step(
-            book, table, policy.limits(blocks=blocks, **limits), everybody_R
+        book, memory, (_, _, step, *_) = one_step(
+            book, memory, policy.limits(blocks=blocks, **limits), everybody_R
         )
         named = ["".join(map(str, np.flatnonzero(x))) for x in (step.admitted_R, step.preempted_R)]
         told.append((*named, int(step.verdict)))

@@ -18,9 +18,10 @@ import pytest
 
 from experiments.replay_check import compare
 from paged_jax.config import Bounds, PoolConfig
-from paged_jax.memory import block_table, ledger, paged
+from paged_jax.memory import block_table, ledger, paged, rows
 from paged_jax.memory.allocators import ALLOCATORS
 from paged_jax.scheduling import batching, policy
+from paged_jax.scheduling import book as books
 from paged_jax.serving import simulator
 from paged_jax.workload import arrays
 from tests.support.list_serving import ListServing, random_requests
@@ -88,12 +89,12 @@ def event_differences(requests, records, block_size, pool_slots, watermark, max_
                 return f"step {now}: {name} is {values[name]}, expected {expected[name]}"
         if sum(values[name] for name in ledger.CATEGORIES) != pool_slots:
             return f"step {now}: the ledger does not sum to the pool"
-        rows = sorted(row for row, table in expected["tables"].items() if table)
-        tables = paged.tables(memory, np.array(rows, int))
+        stored = sorted(row for row, table in expected["tables"].items() if table)
+        tables = paged.tables(memory, np.array(stored, int))
         pins = np.asarray(memory.pool.refcount_N).copy()
         for prefix in pinned(memory, work):
             np.subtract.at(pins, prefix, 1)
-        if difference := compare(tables, [expected["tables"][row] for row in rows], pins):
+        if difference := compare(tables, [expected["tables"][row] for row in stored], pins):
             return f"step {now}: {difference}"
     return None if int(state.queue.finished) == requests.count else "requests are left"
 
@@ -112,9 +113,10 @@ def array_step():
     """One step of the engine's form, without a model."""
 
     @jax.jit
-    def step(book, table, limits, arrived_R):
-        book, table, _, step = batching.advance(book, table, limits, arrived_R=arrived_R)
+    def step(book, memory, limits, arrived_R):
+        book, memory, _, step = batching.advance(book, memory, limits, arrived_R=arrived_R)
         final_B = book.prompt_B() + book.output_RF.at[book.owner_B, 0].get(mode="clip") - 1
+        table = memory.table
         slots = block_table.ledger(
             table,
             jnp.where(table.length_B > 0, final_B, 0),
@@ -122,8 +124,10 @@ def array_step():
             short=step.verdict == policy.SHORT,
         )
         recorded = (book.owner_B, table, step, slots)
-        draws_B, _ = batching.draws(book, table, step)
-        return *batching.finish(book, table, draws_B, jnp.zeros_like(draws_B))[:2], recorded
+        draws_B, _ = batching.draws(book, memory, step)
+        nothing_B = jnp.zeros(draws_B.shape, jnp.int32)
+        book, memory, _ = batching.finish(book, memory, step, draws_B, nothing_B, nothing_B > 0)
+        return book, memory, recorded
 
     return step
 
@@ -132,18 +136,18 @@ def array_differences(requests, records, block_size, pool_slots, watermark, max_
     """Where the engine's form differs from the records of the lists; nothing may be shared."""
     blocks = pool_slots // block_size
     limits = policy.limits(rows=max_rows, blocks=blocks, watermark=watermark)
-    book = batching.create(requests=REQUESTS, samples=1, rows=REQUESTS).replace(
+    book = books.create(requests=REQUESTS, samples=1, rows=REQUESTS).replace(
         rank_R=jnp.arange(REQUESTS),
         prompt_R=jnp.asarray(requests.prompt_R),
         output_RF=jnp.asarray(requests.output_RF),
         live_RF=jnp.ones((REQUESTS, 1), bool),
     )
-    table = block_table.create(
+    memory = rows.create(
         rows=REQUESTS, blocks=blocks, block_size=block_size, blocks_per_row=-(-48 // block_size)
     )
     arrival_R, preemptions, step = jnp.asarray(requests.arrival_R), 0, step or array_step()
     for now, expected in enumerate(records):
-        book, table, recorded = step(book, table, limits, arrival_R <= now)
+        book, memory, recorded = step(book, memory, limits, arrival_R <= now)
         owner_B, held, plan, slots = jax.device_get(recorded)
         for name in set(ledger.CATEGORIES) - {"round_up"}:
             if getattr(slots, name) != expected[name]:

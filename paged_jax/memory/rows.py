@@ -1,0 +1,126 @@
+"""Rows of blocks, with a prefix cache beside the table or without: what a batch is stored in.
+
+The verbs are ``block_table``'s and ``prefix_cache``'s; without a cache nothing is ever found, and
+what nobody holds is free.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from paged_jax.memory import block_table, prefix_cache
+from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.loops import when
+from paged_jax.memory.prefix_cache import PrefixCache
+
+
+class Rows(flax.struct.PyTreeNode):
+    """A block table and what its blocks are known to hold."""
+
+    table: BlockTable
+    prefix: PrefixCache | None = None
+
+    @property
+    def room(self) -> jax.Array:
+        """Blocks that no row holds."""
+        free = self.table.pool.free
+        return free if self.prefix is None else prefix_cache.room(self.table, self.prefix)
+
+    @property
+    def idle(self) -> jax.Array:
+        """Blocks among them that are kept for hits."""
+        return jnp.int32(0) if self.prefix is None else self.prefix.idle
+
+    def reserve(
+        self, tokens_B: jax.Array, *, most_tokens: int | None = None
+    ) -> tuple[Rows, Copies, jax.Array]:
+        """Room for more tokens in each row, or for none at all: ``(rows', copies, fits)``."""
+        if self.prefix is None:
+            table, copies, fits = block_table.reserve(self.table, tokens_B, most_tokens=most_tokens)
+            return Rows(table), copies, fits
+        table, prefix, copies, fits = prefix_cache.reserve(
+            self.table, self.prefix, tokens_B, most_tokens=most_tokens
+        )
+        return Rows(table, prefix), copies, fits
+
+    def release(self, rows_B: jax.Array) -> Rows:
+        """Empties the marked rows that hold anything."""
+        rows_B &= self.table.length_B > 0
+        if self.prefix is None:
+            return Rows(block_table.release(self.table, rows_B)[0])
+        table, prefix, _ = prefix_cache.release(self.table, self.prefix, rows_B)
+        return Rows(table, prefix)
+
+    def fork(self, parent_B: jax.Array) -> Rows:
+        """Empty rows share all blocks of their parents; B: stays as it is."""
+        return self.replace(table=block_table.fork(self.table, parent_B)[0])
+
+    def reorder(self, parent_B: jax.Array) -> Rows:
+        """Every row becomes a copy of its parent, at once."""
+        if self.prefix is None:
+            return Rows(block_table.reorder(self.table, parent_B))
+        return Rows(*prefix_cache.reorder(self.table, self.prefix, parent_B))
+
+    def match(
+        self, token_T: jax.Array, count: jax.Array, salt: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The cached blocks that a sequence begins with, and how many: ``(block_M, hits)``."""
+        if self.prefix is None:
+            return jnp.full(1, self.table.pool.none, jnp.int32), jnp.int32(0)
+        return prefix_cache.match(self.prefix, token_T, count, salt)
+
+    def extra_need(self, block_M: jax.Array, hits: jax.Array) -> jax.Array:
+        """What ``hits`` change about the blocks of ``room`` that a sequence takes; not above 0."""
+        if self.prefix is None:
+            return jnp.int32(0)
+        return prefix_cache.need(self.table, block_M, hits, jnp.int32(0))
+
+    def adopt(self, row: jax.Array, block_M: jax.Array, hits: jax.Array) -> Rows:
+        """An empty row holds what ``match`` found."""
+        if self.prefix is None:
+            return self
+        table, prefix, _ = prefix_cache.adopt(self.table, self.prefix, row, block_M, hits)
+        return Rows(table, prefix)
+
+    def register(
+        self,
+        token_RT: jax.Array,
+        salt_B: jax.Array,
+        source_B: jax.Array,
+        tokens_B: jax.Array,
+        most_B: jax.Array,
+    ) -> Rows:
+        """Blocks that rows have filled with their last ``tokens_B`` tokens are found from now on.
+
+        Row b's tokens are ``token_RT[source_B[b]]``, of which ``most_B`` count.
+        """
+        if self.prefix is None:
+            return self
+        size, length_B = self.table.block_size, self.table.length_B
+        first_B = jnp.minimum(length_B - tokens_B, most_B) // size
+        end_B = jnp.minimum(length_B, most_B) // size
+
+        def key(row: jax.Array, prefix: PrefixCache) -> PrefixCache:
+            def insert(prefix: PrefixCache) -> PrefixCache:
+                token_T, span = token_RT[source_B[row]], (first_B[row], end_B[row])
+                return prefix_cache.register(self.table, prefix, row, token_T, *span, salt_B[row])[
+                    0
+                ]
+
+            return when(end_B[row] > first_B[row], insert, prefix)
+
+        count = jnp.where((end_B > first_B).any(), len(length_B), 0)
+        return self.replace(prefix=jax.lax.fori_loop(0, count, key, self.prefix))
+
+
+def create(
+    *, rows: int, blocks: int, block_size: int, blocks_per_row: int, caches_prefixes: bool = False
+) -> Rows:
+    """Empty rows; arguments as ``block_table.create``'s."""
+    table = block_table.create(
+        rows=rows, blocks=blocks, block_size=block_size, blocks_per_row=blocks_per_row
+    )
+    prefix = prefix_cache.create(blocks=blocks, block_size=block_size) if caches_prefixes else None
+    return Rows(table, prefix)
