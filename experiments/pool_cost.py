@@ -101,7 +101,7 @@ class Decoding:
         for row in range(config.rows):
             self._engine.add([1 + row % (model.config.vocabulary - 1)] * prompt, params)
         self._engine.advance()  # stores the prompts
-        memory = self._engine.lower_decode(params).compile().memory_analysis()
+        memory = self._engine.trace_decode(params).lower().compile().memory_analysis()
         assert memory is not None, "this back end tells"
         self.temporary_bytes = int(memory.temp_size_in_bytes)
 

@@ -84,6 +84,14 @@ class Uses:
             penalises=any(one.repetition_penalty != 1 for one in params),
         )
 
+    def __or__(self, other: Uses) -> Uses:
+        """What two batches ask for together."""
+        return Uses(
+            draws=self.draws or other.draws,
+            truncates=self.truncates or other.truncates,
+            penalises=self.penalises or other.penalises,
+        )
+
 
 class Samplers(flax.struct.PyTreeNode):
     """The drawing of each row."""
@@ -104,18 +112,23 @@ def samplers(rows: Sequence[tuple[SamplingParams, int]], bound: int) -> Samplers
     index = np.array([index for _, index in padded], np.uint32)
 
     def each(name: str, dtype: type) -> jax.Array:
-        return jnp.asarray(np.array([getattr(one, name) for one in params], dtype))
+        # Not jnp.asarray, which compiles a program for every size.
+        return jax.device_put(np.array([getattr(one, name) for one in params], dtype))
 
     return Samplers(
-        key_B=jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(
-            seeds, index
-        ),
+        key_B=_keys(seeds, index),
         temperature_B=each("temperature", np.float32),
         top_k_B=each("top_k", np.int32),
         top_p_B=each("top_p", np.float32),
         min_p_B=each("min_p", np.float32),
         penalty_B=each("repetition_penalty", np.float32),
     )
+
+
+@jax.jit
+@jax.vmap
+def _keys(seed: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), index)
 
 
 def sample(

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -20,8 +19,10 @@ from paged_jax.decoding import beams as device
 from paged_jax.decoding import steps
 from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
+from paged_jax.memory import block_table
 from paged_jax.model.weights import Loaded
 from paged_jax.serving import dispatch, settings
+from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.memory_log import Held, MemoryLog
 from paged_jax.serving.requests import Request, Sequence
 
@@ -85,27 +86,36 @@ def _search(
     beams = device.create(batch, params)
     requests = [_request(prompt_ids, params) for prompt_ids in prompts]
     held: Held = [(request, index) for request in requests for index in range(width)]
-    log = MemoryLog(cache)
+    log, reads = MemoryLog(cache), DeviceReads()
     for chunk, last in _chunks(prompts, width, config.step_tokens):
         beams = device.begin(graphdef, weights, beams, *chunk, params=params, last=last)
-    log.record(beams.batch.cache, held)
+    live_B = _look(beams, held, log, reads)
     done = 1
-    while done < params.max_tokens and bool(beams.batch.live_B.any()):
-        beams, held = _retire(beams, held)
+    while done < params.max_tokens and live_B.any():
+        beams, held = _retire(beams, held, live_B)
         done = min(done + config.dispatch_steps, params.max_tokens)
         beams = device.search(graphdef, weights, beams, jnp.int32(done), params=params)
-        log.record(beams.batch.cache, held)
-    found = jax.device_get(beams.replace(batch=beams.batch.replace(cache=None)))
+        live_B = _look(beams, held, log, reads)
+    found = reads(beams.replace(batch=beams.batch.replace(cache=None)))
     assert found.fits, "the wave was cut to what the pool holds"
-    log.parent_XB = np.asarray(found.parent_XB[: int(found.steps)])
+    log.parent_XB = found.parent_XB[: int(found.steps)]
     for number, request in enumerate(requests):
         request.sequences = _hypotheses(found, number, params)
     return requests, log
 
 
-def _retire(beams: Beams, held: Held) -> tuple[Beams, Held]:
+def _look(beams: Beams, held: Held, log: MemoryLog, reads: DeviceReads) -> np.ndarray:
+    """Logs this moment of the cache. Returns the rows that go on."""
+    cache = beams.batch.cache
+    tail_B = block_table.last_block(cache.table, cache.table.length_B > 0)
+    parts = (cache.table.length_B, tail_B, cache.table.pool.used, cache.copies)
+    (length_B, tail_B, used, copies), live_B = reads((parts, beams.batch.live_B))
+    log.append(length_B, tail_B, int(used), held, copies=int(copies))
+    return live_B
+
+
+def _retire(beams: Beams, held: Held, live_B: np.ndarray) -> tuple[Beams, Held]:
     """Frees the rows of requests that are done while others go on."""
-    live_B = np.asarray(beams.batch.live_B)
     going = [one if live else None for one, live in zip(held, live_B, strict=True)]
     if going == held:
         return beams, held
@@ -120,7 +130,7 @@ def _request(prompt_ids: list[int], params: BeamSearchParams) -> Request:
 
 def _chunks(
     prompts: Prompts, width: int, most: int
-) -> Iterator[tuple[tuple[jax.Array, jax.Array, jax.Array], bool]]:
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray, np.ndarray], bool]]:
     """Arrays for ``device.begin``: up to ``most`` tokens each, then every prompt's last token."""
     rows = len(prompts) * width
     nobody = np.full(rows, rows, np.int32)
@@ -131,13 +141,13 @@ def _chunks(
             room = most - sum(map(len, piece.values()))
             piece[number * width], left = left[:room], left[room:]
             if len(left) or room == len(piece[number * width]):
-                yield (*dispatch.pack(piece, rows, most), jnp.asarray(nobody)), False
+                yield (*dispatch.pack(piece, rows, most), nobody), False
                 piece = {}
     if piece:
-        yield (*dispatch.pack(piece, rows, most), jnp.asarray(nobody)), False
+        yield (*dispatch.pack(piece, rows, most), nobody), False
     last = {number * width: prompt_ids[-1:] for number, prompt_ids in enumerate(prompts)}
     first_B = np.arange(rows, dtype=np.int32) // width * width
-    yield (*dispatch.pack(last, rows, most), jnp.asarray(first_B)), True
+    yield (*dispatch.pack(last, rows, max(most, len(last))), first_B), True
 
 
 def _hypotheses(found: Beams, number: int, params: BeamSearchParams) -> list[Sequence]:

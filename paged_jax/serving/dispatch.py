@@ -71,6 +71,9 @@ class Drawn(flax.struct.PyTreeNode):
     steps: jax.Array  # i32
 
 
+@functools.partial(
+    jax.jit, static_argnames=("requests", "samples", "ends"), donate_argnames="cache"
+)
 def create(cache: Cache, *, requests: int, samples: int, ends: int) -> Batch:
     """No requests over an empty cache; rows have room for ``ends`` tokens that end them."""
     rows, cells = cache.table.table_BM.shape
@@ -115,11 +118,16 @@ def submit(
 def seat(
     batch: Batch,
     seated_B: jax.Array,
+    token_B: jax.Array,
     end_BX: jax.Array,
     samplers: Samplers,
     seen_BV: jax.Array | None,
 ) -> Batch:
-    """Gives the marked rows what they draw with; the others keep theirs."""
+    """Gives the marked rows what they draw with; the others keep theirs.
+
+    ``token_B`` is the last token that each row knows: one that has only that left to store decodes
+    it, be it drawn before a preemption or the end of a prompt that was cut.
+    """
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(seated_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -127,6 +135,7 @@ def seat(
     if seen_BV is not None and batch.seen_BV is not None:
         seen_BV = choose(seen_BV, batch.seen_BV)
     return batch.replace(
+        token_B=choose(token_B, batch.token_B),
         end_BX=choose(end_BX, batch.end_BX),
         samplers=jax.tree.map(choose, samplers, batch.samplers),
         seen_BV=seen_BV,
@@ -232,20 +241,22 @@ def decode(
     return lax.while_loop(goes_on, one_step, (batch, nothing))
 
 
-def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of rows packed in the order of rows, padded, and the offsets that cut them.
-
-    Few sizes are compiled: 8, 32, 128, ... and ``most``.
+def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Up to ``most`` tokens of rows packed in the order of rows, padded to one of ``sizes``, and
+    the offsets that cut them.
     """
     count_B = [len(tokens_of.get(row, ())) for row in range(rows)]
     start_P = np.concatenate([[0], np.cumsum(count_B)]).astype(np.int32)
-    total, size = int(start_P[-1]), 8
-    while size < total:
-        size *= 4
-    size = min(size, max(most, total))
-    token_T = np.zeros(size, np.int32)
+    total = int(start_P[-1])
+    token_T = np.zeros(next(size for size in sizes(most) if size >= total), np.int32)
     token_T[:total] = [token for row in sorted(tokens_of) for token in tokens_of[row]]
-    return jnp.asarray(token_T), jnp.asarray(start_P)
+    return token_T, start_P
+
+
+def sizes(most: int) -> list[int]:
+    """The sizes of packed steps, for each of which a program is compiled: 8, 32, ..., ``most``."""
+    powers = [8 * 4**n for n in range(most.bit_length())]
+    return [size for size in powers if size < most] + [most]
 
 
 def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Batch, Step]:

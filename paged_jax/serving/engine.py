@@ -28,6 +28,7 @@ from paged_jax.memory import prefix_hits
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
 from paged_jax.serving import dispatch, settings
+from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.memory_log import MemoryLog
 from paged_jax.serving.requests import Request, Sequence
 
@@ -61,6 +62,7 @@ class Engine:
         self._numbers = itertools.count()
         self._row: list[tuple[Request, int] | None] = [None] * self.config.rows
         self._uses = sampling.Uses()
+        self.reads = DeviceReads()
         self.preemptions = 0
         self.hits = {"new": prefix_hits.zero(), "resumed": prefix_hits.zero()}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
@@ -80,23 +82,14 @@ class Engine:
         ``ValueError`` for one that could never be served.
         """
         settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
-        most = min(self.config.rows, self._batch.book.live_RF.shape[1])
-        if params.n > most:
-            raise ValueError(f"n: {params.n} sequences need as many rows, of {most}")
+        samples = self._batch.book.live_RF.shape[1]
+        settings.check_room(self.config, len(prompt_ids), params, samples)
+        settings.end_tokens(params, self._end_ids)
         sequences = [Sequence() for _ in range(params.n)]
         request = Request(
             prompt, list(prompt_ids), params, sequences, priority, salt, next(self._numbers)
         )
-        need = settings.most_blocks(self.config, len(prompt_ids), params.max_tokens, params.n)
-        if need > self._batch.cache.kv.blocks:
-            raise ValueError(
-                f"pool_slots: {len(prompt_ids)} prompt and {params.n} x {params.max_tokens} output"
-                f" tokens may need {need} blocks of {self.config.block_size} slots, the pool has"
-                f" {self.config.blocks}"
-            )
-        settings.end_tokens(params, self._end_ids)
-        if params.repetition_penalty != 1 or params.temperature > 0:
-            self._uses = _joined(self._uses, sampling.Uses.of([params]))
+        self._use([params])
         bisect.insort(self._queue, request, key=_order)
         return request
 
@@ -104,6 +97,26 @@ class Engine:
     def cache(self) -> Cache:
         """What the rows hold now; the next dispatch takes its arrays."""
         return self._batch.cache
+
+    def warm(self, *params: SamplingParams) -> None:
+        """Compiles all that requests drawn with such ``params`` may need.
+
+        Without it a program is compiled when it is first needed, while requests wait. Raises
+        ``ValueError`` once requests are served.
+        """
+        if any(self._slots):
+            raise ValueError("warm: requests are being served, call it before")
+        self._use(params)
+        self._enter([])
+        self._decode()
+        self._batch, planned = dispatch.plan(self._batch, self._limits)
+        self._equip({})
+        for size in dispatch.sizes(self._most_tokens):
+            packed = np.zeros(size, np.int32), np.zeros(self.config.rows + 1, np.int32)
+            self._batch, *_ = dispatch.compute(
+                self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
+            )
+        self._batch = dispatch.stop(self._batch, np.zeros(self._batch.book.live_RF.shape, bool))
 
     @property
     def busy(self) -> bool:
@@ -120,12 +133,11 @@ class Engine:
         self._submit()
         return self._decode() or self._compute()
 
-    def lower_decode(self, params: SamplingParams) -> jax.stages.Lowered:
+    def trace_decode(self, params: SamplingParams) -> jax.stages.Traced:
         """The program of a decode dispatch for requests of such params, to look into."""
-        return dispatch.decode.lower(
-            *self._decode_arguments(),
-            most_steps=self.config.dispatch_steps,
-            uses=sampling.Uses.of([params]),
+        self._use([params])
+        return dispatch.decode.trace(
+            *self._decode_arguments(), most_steps=self.config.dispatch_steps, uses=self._uses
         )
 
     def stop(self, request: Request, sequence: Sequence, tokens: int) -> None:
@@ -146,6 +158,13 @@ class Engine:
             sequence.finish("abort", len(sequence.token_ids))
         self._free(request)
 
+    def _use(self, params: Sequences[SamplingParams]) -> None:
+        """From now on the device can draw with such ``params``."""
+        self._uses |= sampling.Uses.of(params)
+        if self._uses.penalises and self._batch.seen_BV is None:
+            seen_BV = jnp.zeros((self.config.rows, self._vocabulary), bool)
+            self._batch = self._batch.replace(seen_BV=seen_BV)
+
     def _free(self, request: Request) -> None:
         """The slot of a request that is over is empty."""
         if request.finished and request in self._slots:
@@ -154,22 +173,44 @@ class Engine:
     def _submit(self) -> None:
         """Enters queued requests into free slots, in order of service."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
-        count = min(len(free), len(self._queue))
-        if not count:
-            return
-        for slot in free[:count]:
+        new = free[: len(self._queue)]
+        for slot in new:
             self._slots[slot] = self._queue.pop(0)
+        new += self._outrank()
+        if new:
+            self._enter(new)
+
+    def _outrank(self) -> list[int]:
+        """Slots whose requests have not begun and make way for queued ones of lower priority."""
+        running = {held[0] for held in self._row if held}
+        idle = [
+            (_order(one), slot, one)
+            for slot, one in enumerate(self._slots)
+            if one and one not in running and not one.begun
+        ]
+        taken = []
+        for order, slot, late in sorted(idle, reverse=True):
+            if not self._queue or order < _order(self._queue[0]):
+                break
+            self._slots[slot] = self._queue.pop(0)
+            bisect.insort(self._queue, late, key=_order)
+            taken.append(slot)
+        return taken
+
+    def _enter(self, new: list[int]) -> None:
+        """Tells the device of the requests in ``new`` slots, and everybody's rank."""
         rank_R = np.full(len(self._slots), MOST, np.int32)
         ranked = sorted((_order(one), slot) for slot, one in enumerate(self._slots) if one)
         rank_R[[slot for _, slot in ranked]] = np.arange(len(ranked))
 
-        def of(value: Callable[[Request], int]) -> jax.Array:
-            return jnp.array([value(one) if one else 1 for one in self._slots], jnp.int32)
+        def of(value: Callable[[Request], int]) -> np.ndarray:
+            values = [value(one) if one else 1 for one in self._slots]
+            return np.array(values, np.int32)
 
         self._batch = dispatch.submit(
             self._batch,
-            jnp.zeros(len(self._slots), bool).at[np.array(free[:count])].set(True),
-            jnp.asarray(rank_R),
+            _marks(new, len(self._slots)),
+            rank_R,
             of(lambda request: len(request.prompt_ids)),
             of(lambda request: request.params.max_tokens),
             of(lambda request: request.params.n),
@@ -193,7 +234,7 @@ class Engine:
             most_steps=self.config.dispatch_steps,
             uses=self._uses,
         )
-        drawn = jax.device_get(drawn)
+        drawn = self.reads(drawn)
         moved: list[Request] = []
         for nth in range(drawn.steps):
             moment = jax.tree.map(lambda many, nth=nth: many[nth], drawn.moments)
@@ -202,13 +243,13 @@ class Engine:
         return list(dict.fromkeys(moved))
 
     def _decode_arguments(self) -> tuple[Any, ...]:
-        steps = jnp.int32(self.config.dispatch_steps)
+        steps = np.int32(self.config.dispatch_steps)
         return self._graphdef, self._weights, self._batch, self._limits, steps
 
     def _compute(self) -> list[Request]:
         """One step with any mix of rows."""
         self._batch, planned = dispatch.plan(self._batch, self._limits)
-        found = jax.device_get(planned)
+        found = self.reads(planned)
         self.preemptions += int(found.step.preempted_R.sum())
         for slot in np.flatnonzero(found.step.admitted_R):
             self._count_hit(self._slots[slot], int(found.step.found_R[slot]))
@@ -220,11 +261,11 @@ class Engine:
             if count
         }
         assert tokens_of, "somebody is served in every step"
-        packed = dispatch.pack(tokens_of, self.config.rows, self.config.step_tokens)
+        packed = dispatch.pack(tokens_of, self.config.rows, self._most_tokens)
         self._batch, token_B, logprob_B = dispatch.compute(
             self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
         )
-        return self._collect(*jax.device_get((token_B, logprob_B)))
+        return self._collect(*self.reads((token_B, logprob_B)))
 
     def _count_hit(self, request: Request | None, found: int) -> None:
         """Counts what a request found in the prefix cache, apart for those that come back."""
@@ -238,6 +279,11 @@ class Engine:
                 self.hits[kind], jnp.int32(tokens), jnp.int32(found // size), size
             )
 
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of one step: rows that decode are not held to the budget."""
+        return max(self.config.step_tokens, self.config.rows)
+
     def _tokens(self, row: int, length: int, count: int) -> list[int]:
         """The last ``count`` of the first ``length`` tokens of what a row holds."""
         held = self._row[row]
@@ -247,7 +293,7 @@ class Engine:
         return known[length - count : length]
 
     def _seat(self, found: dispatch.Planned) -> None:
-        """Follows what a plan did to the rows, and gives new ones what they draw with."""
+        """Follows what a plan did to the rows."""
         before, holders = self._row, [*self._slots, None]
         self._row = [
             (holder, int(sample)) if (holder := holders[owner]) else None
@@ -258,24 +304,31 @@ class Engine:
             for row, held in enumerate(self._row)
             if held is not None and held != before[row]
         }
-        if not seated:
-            return
+        if seated:
+            self._equip(seated)
+
+    def _equip(self, seated: dict[int, tuple[Request, int]]) -> None:
+        """Gives rows that were seated what they draw with."""
         rows = self.config.rows
         idle = SamplingParams(temperature=0)
         drawing = [(held[0].params, held[1]) if held else (idle, 0) for held in self._row]
+        token_B = np.zeros(rows, np.int32)
         end_BX = np.full((rows, settings.ENDS), -1, np.int32)
         seen_BV = np.zeros((rows, self._vocabulary), bool) if self._uses.penalises else None
         for row, (request, index) in seated.items():
             ends = settings.end_tokens(request.params, self._end_ids)
             end_BX[row, : len(ends)] = ends
+            known = request.prompt_ids + request.sequences[index].token_ids
+            token_B[row] = known[-1]
             if seen_BV is not None:
-                seen_BV[row, request.prompt_ids + request.sequences[index].token_ids] = True
+                seen_BV[row, known] = True
         self._batch = dispatch.seat(
             self._batch,
-            jnp.zeros(rows, bool).at[np.array(list(seated))].set(True),
-            jnp.asarray(end_BX),
+            _marks(list(seated), rows),
+            token_B,
+            end_BX,
             sampling.samplers(drawing, rows),
-            None if seen_BV is None else jnp.asarray(seen_BV),
+            seen_BV,
         )
 
     def _record(self, moment: Any) -> None:
@@ -319,7 +372,7 @@ class Engine:
         stopped_RF = np.zeros(self._batch.book.live_RF.shape, bool)
         for index, sequence in enumerate(request.sequences):
             stopped_RF[slot, index] = sequence in sequences
-        self._batch = dispatch.stop(self._batch, jnp.asarray(stopped_RF))
+        self._batch = dispatch.stop(self._batch, stopped_RF)
         self._row = [
             None
             if held and held[0] is request and held[0].sequences[held[1]] in sequences
@@ -333,9 +386,8 @@ def _order(request: Request) -> tuple[int, int]:
     return request.priority, request.number
 
 
-def _joined(one: sampling.Uses, other: sampling.Uses) -> sampling.Uses:
-    return sampling.Uses(
-        draws=one.draws or other.draws,
-        truncates=one.truncates or other.truncates,
-        penalises=one.penalises or other.penalises,
-    )
+def _marks(places: list[int], count: int) -> np.ndarray:
+    """Which of ``count`` places are named; on the host, where no size takes a program."""
+    marked = np.zeros(count, bool)
+    marked[places] = True
+    return marked

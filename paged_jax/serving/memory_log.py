@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Sequences
 
-import jax
 import numpy as np
 
 from paged_jax.decoding.caches import Cache
-from paged_jax.memory import block_table
 from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.serving.requests import MemoryUse, Request, Sequence
@@ -47,13 +45,6 @@ class MemoryLog:
         self._copies = 0
         self._blocks, self._block_size = cache.kv.blocks, cache.table.block_size
         self._slot_bytes = cache.kv.slot_bytes
-
-    def record(self, cache: Cache, held: Held) -> None:
-        """Keeps this moment of a cache."""
-        tail_B = block_table.last_block(cache.table, cache.table.length_B > 0)
-        parts = (cache.table.length_B, tail_B, cache.table.pool.used, cache.copies)
-        length_B, tail_B, used, copies = jax.device_get(parts)
-        self.append(length_B, tail_B, int(used), held, copies=int(copies))
 
     def append(
         self,

@@ -35,6 +35,11 @@ class Request:
     number: int = 0  # in the order of arrival
 
     @property
+    def begun(self) -> bool:
+        """Whether a sequence has drawn, or ended before it did."""
+        return any(sequence.token_ids or sequence.finish_reason for sequence in self.sequences)
+
+    @property
     def finished(self) -> bool:
         """Whether all sequences have ended."""
         return all(sequence.finish_reason for sequence in self.sequences)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence as Sequences
 
 import jax
 
-from paged_jax.config import EngineConfig
+from paged_jax.config import EngineConfig, ModelConfig
 from paged_jax.decoding import caches
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory.layout import blocks_of
@@ -28,7 +29,9 @@ def fit_config(config: EngineConfig, model: Loaded) -> EngineConfig:
 def create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
     """The cache that fitted settings describe, empty; ``ValueError`` where it has no room."""
     try:
-        return _create_cache(model, config)
+        return _create_cache(
+            dataclasses.replace(model.config, max_length=config.max_length), config
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -36,8 +39,8 @@ def create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
         raise ValueError(f"{size}: no memory for such a cache: {error}") from None
 
 
-def _create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
-    shape = dataclasses.replace(model.config, max_length=config.max_length)
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def _create_cache(shape: ModelConfig, config: EngineConfig) -> caches.Cache:
     if config.cache == "dense":
         return caches.create_dense(shape, rows=config.rows, kv_dtype=config.kv_dtype)
     return caches.create_paged(
@@ -65,6 +68,32 @@ def check_prompt(
         raise ValueError(
             f"prompt: {len(prompt_ids)} tokens and {max_tokens} to come pass the context of"
             f" {config.max_length}"
+        )
+
+
+def check_room(config: EngineConfig, prompt: int, params: SamplingParams, samples: int) -> None:
+    """Raises ``ValueError`` for a request that rows, pool or a step could never take.
+
+    ``prompt``: tokens. ``samples``: sequences that an engine's request may have.
+    """
+    most = min(config.rows, samples)
+    if params.n > most:
+        raise ValueError(
+            f"n: expected at most {most} sequences, got {params.n}: there are {config.rows} rows,"
+            f" and a request has up to {samples} samples"
+        )
+    need = most_blocks(config, prompt, params.max_tokens, params.n)
+    if config.cache == "paged" and need > config.blocks:
+        raise ValueError(
+            f"pool_slots: {prompt} prompt and {params.n} x {params.max_tokens} output tokens may"
+            f" need {need} blocks of {config.block_size} slots, the pool has {config.blocks}"
+        )
+    # What was preempted is recomputed like a prompt, but for the token that was drawn last.
+    known = prompt + params.max_tokens - 1
+    if not config.chunked_prefill and known > config.step_tokens:
+        raise ValueError(
+            f"step_tokens: without chunked_prefill a step has to take {prompt} prompt and"
+            f" {params.max_tokens} output tokens but one, {known}; it takes {config.step_tokens}"
         )
 
 

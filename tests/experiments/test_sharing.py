@@ -26,7 +26,7 @@ SIZE, MAX_TOKENS, WIDTH = 4, 14, 3
 ENDS = (7, 11, 19, 23, 31, 42, 51, 57)  # many, so that requests are done at different times
 BEAMS = BeamSearchParams(max_tokens=MAX_TOKENS, early_stopping=True)
 CONFIG = sharing.together(
-    EngineConfig(block_size=SIZE, pool_slots=1024, max_length=64, rows=15),
+    EngineConfig(block_size=SIZE, pool_slots=1024, max_length=64, rows=15, backend="reference"),
     PROMPTS,
     MAX_TOKENS,
     WIDTH,

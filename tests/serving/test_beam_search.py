@@ -54,7 +54,9 @@ def test_equals_brute_force(model, logits_of, cache, width, penalty, early) -> N
     params = BeamSearchParams(
         beam_width=width, max_tokens=12, length_penalty=penalty, early_stopping=early
     )
-    config = EngineConfig(cache=cache, block_size=4, pool_slots=1024, max_length=64, rows=18)
+    config = EngineConfig(
+        cache=cache, block_size=4, pool_slots=1024, max_length=64, rows=18, backend="reference"
+    )
     requests, logs = beam_search.run(model, config, PROMPTS, params)
     for prompt, request in zip(PROMPTS, requests, strict=True):
         expected = brute_force.search(
@@ -79,8 +81,10 @@ def test_equals_brute_force(model, logits_of, cache, width, penalty, early) -> N
 @pytest.mark.slow
 def test_waves_give_the_same_outputs(model) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
-    wide = EngineConfig(block_size=4, pool_slots=1024, max_length=64, rows=9)
-    narrow = EngineConfig(block_size=4, pool_slots=44, max_length=64, rows=9, step_tokens=9)
+    wide = EngineConfig(block_size=4, pool_slots=1024, max_length=64, rows=9, backend="reference")
+    narrow = EngineConfig(
+        block_size=4, pool_slots=44, max_length=64, rows=9, step_tokens=9, backend="reference"
+    )
     one, _ = beam_search.run(model, wide, PROMPTS, params)
     several, logs = beam_search.run(model, narrow, PROMPTS, params)
     assert len(logs) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import pytest
 
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import pool
+from paged_jax.serving import settings as engine_settings
+from paged_jax.serving.engine import Engine
 from paged_jax.serving.llm import LLM
 from tests.support import decoder as definition
 from tests.support import models
@@ -35,7 +37,7 @@ def tokens(outputs) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.fixture
-def shuffled_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def shuffled_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every new pool hands its blocks out in a random order."""
 
     def create(*sizes: int) -> pool.Pool:
@@ -45,10 +47,15 @@ def shuffled_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
     create_in_order = pool.create
     monkeypatch.setattr(pool, "create", create)
+    engine_settings._create_cache.clear_cache()
+    yield
+    engine_settings._create_cache.clear_cache()
 
 
 def served(model, **settings) -> LLM:
-    return LLM(model, **{"block_size": 4, "pool_slots": 1024, "max_length": 64, **settings})
+    """A small engine. The reference compiles fastest, and attention is not what is tested here."""
+    small = {"block_size": 4, "pool_slots": 1024, "max_length": 64, "backend": "reference"}
+    return LLM(model, **small | settings)
 
 
 @pytest.mark.parametrize("size", [slow(1), 3, slow(8), slow(16), slow(64)])
@@ -84,19 +91,25 @@ def test_tokens_do_not_depend_on_how_they_are_served(model) -> None:
     expected = served(model, rows=16).generate(PROMPTS, SAMPLED)
     assert len({output for group in tokens(expected) for output in group}) > 12
     for settings in (
-        {"rows": 4},  # a request at a time
         {"rows": 16, "cache": "dense"},
-        {"rows": 8, "block_size": 3, "pool_slots": 99, "step_tokens": 8, "dispatch_steps": 2},
+        {"rows": 4, "backend": "xla"},  # a request at a time
+        # Prompts in pieces, and requests that are preempted.
+        {"rows": 8, "block_size": 3, "pool_slots": 60, "step_tokens": 8, "dispatch_steps": 2},
     ):
         assert tokens(served(model, **settings).generate(PROMPTS, SAMPLED)) == tokens(expected)
 
 
 def test_each_sequence_equals_its_own_run(model) -> None:
     """Sequence i of a request draws with the key of (seed, i), whoever its siblings are."""
-    llm = served(model, rows=16)
-    together = tokens(llm.generate([PROMPTS[2]], SAMPLED))[0]
-    fewer = tokens(llm.generate([PROMPTS[2]], dataclasses.replace(SAMPLED, n=2)))[0]
-    assert together[:2] == fewer
+    engine = Engine(model, served(model, rows=16).config, samples=4)
+    together, fewer = (
+        engine.add(PROMPTS[2], dataclasses.replace(SAMPLED, n=count)) for count in (4, 2)
+    )
+    for _ in engine.run():
+        pass
+    expected = [sequence.token_ids for sequence in together.sequences[:2]]
+    assert [sequence.token_ids for sequence in fewer.sequences] == expected
+    assert len({tuple(sequence.token_ids) for sequence in together.sequences}) == 4
 
 
 def test_samples_store_their_prompt_once(model) -> None:
@@ -112,7 +125,12 @@ def test_samples_store_their_prompt_once(model) -> None:
 
 
 def test_stop_strings_end_tokens_and_streams(shared_data: Callable[[str], Path]) -> None:
-    llm = LLM(shared_data("model_stories260k/stories260K.bin"), dispatch_steps=8, max_length=256)
+    llm = LLM(
+        shared_data("model_stories260k/stories260K.bin"),
+        dispatch_steps=8,
+        max_length=256,
+        backend="reference",
+    )
     greedy = SamplingParams(temperature=0, max_tokens=60)
     whole = llm.generate("Once upon a time", greedy)[0].outputs[0]
     assert whole.finish_reason == "length"

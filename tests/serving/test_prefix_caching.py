@@ -14,7 +14,13 @@ from paged_jax.serving.engine import Engine
 from tests.support import models
 
 SIZE, REQUESTS = 4, 18
-SETTINGS: dict[str, Any] = {"block_size": SIZE, "pool_slots": 88, "max_length": 64, "rows": 8}
+SETTINGS: dict[str, Any] = {
+    "block_size": SIZE,
+    "pool_slots": 88,
+    "max_length": 64,
+    "rows": 8,
+    "backend": "reference",
+}
 
 
 @pytest.fixture(scope="module")
