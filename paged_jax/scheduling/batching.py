@@ -28,6 +28,7 @@ from paged_jax.config import MOST
 from paged_jax.memory import block_table
 from paged_jax.memory.block_table import Copies
 from paged_jax.memory.layout import blocks_of
+from paged_jax.memory.loops import when
 from paged_jax.memory.rows import Rows
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling import policy
@@ -61,8 +62,7 @@ def advance(
     limits: policy.Limits,
     *,
     arrived_R: jax.Array | None = None,
-    admits: jax.Array | bool = True,
-    most_tokens: int | None = None,
+    decodes: bool = False,
 ) -> tuple[Book, Rows, Copies, Step]:
     """A step up to the forward pass: who computes what, with room for all of it.
 
@@ -71,9 +71,8 @@ def advance(
       memory: B rows.
       limits: the settings of the rules.
       arrived_R: bool, requests that may be admitted yet. Default: all.
-      admits: whether anybody is admitted. After ``only_decodes`` nobody is, though growth may
-        have evicted what made the head of the queue too large: an engine is in a dispatch then.
-      most_tokens: static bound on what a row that runs computes; 1 makes a decode step cheap.
+      decodes: ``only_decodes`` holds: nobody is preempted, nor admitted even if growth has evicted
+        what made the head of the queue too large. An engine is in a dispatch then.
 
     Returns:
       ``(book', memory', copies, step)``. ``memory'`` counts the step's tokens as stored; ``copies``
@@ -81,8 +80,11 @@ def advance(
     """
     dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=memory.table.length_B)
     ran_R = book.running_R
-    tokens_B = grants(book, memory, limits)
-    book, memory, copies, tokens_B = _make_room(book, memory, tokens_B, most_tokens)
+    if decodes:
+        tokens_B = books.seated(book).astype(jnp.int32)
+    else:
+        book, memory, tokens_B = _make_room(book, memory, grants(book, memory, limits))
+    memory, copies, _ = memory.reserve(tokens_B, most_tokens=1 if decodes else None)
     preempted_R = ran_R & ~book.running_R
 
     def judge(book: Book, memory: Rows, tokens_B: jax.Array) -> Head:
@@ -103,10 +105,8 @@ def advance(
 
     found_R = jnp.zeros(ran_R.shape, jnp.int32)
     carry = (book, memory, tokens_B, found_R, judge(book, memory, tokens_B))
-    if admits is not False:
-        carry = lax.while_loop(
-            lambda carry: admits & (carry[-1].verdict == policy.ADMITTED), admit, carry
-        )
+    if not decodes:
+        carry = lax.while_loop(lambda carry: carry[-1].verdict == policy.ADMITTED, admit, carry)
     book, memory, tokens_B, found_R, head = carry
     admitted_R = book.running_R & ~ran_R
     return book, memory, copies, Step(tokens_B, admitted_R, preempted_R, found_R, head.verdict)
@@ -121,7 +121,7 @@ def only_decodes(
 ) -> jax.Array:
     """Whether in the next step every row decodes, nobody is preempted and nobody admitted."""
     wanted_B = targets(book, memory) - memory.table.length_B
-    seated_B = book.owner_B < book.rank_R.shape[0]
+    seated_B = books.seated(book)
     demand = block_table.demand(memory.table, wanted_B)
     head = _judge(
         book,
@@ -186,6 +186,8 @@ def finish(
     draws_B: jax.Array,
     token_B: jax.Array,
     ends_B: jax.Array,
+    *,
+    decodes: bool = False,
 ) -> tuple[Book, Rows, jax.Array]:
     """The end of a step: blocks it filled are found from now on, samples fork from a stored prompt,
     rows draw, rows that end are emptied.
@@ -196,11 +198,12 @@ def finish(
       token_B: i32, what they draw. Where requests have one sample each these tokens are found by a
         prefix cache as prompts are.
       ends_B: bool, rows whose sequence ends with that token, besides those that draw their last.
+      decodes: as it was for ``advance``; nobody forks then.
 
     Returns:
       ``(book', memory', ended_B)``.
     """
-    rows, requests = book.owner_B.shape[0], book.rank_R.shape[0]
+    requests = book.rank_R.shape[0]
     alone = book.live_RF.shape[1] == 1
     memory = memory.register(
         book.token_RT,
@@ -209,9 +212,8 @@ def finish(
         step.tokens_B,
         book.known_B() if alone else book.prompt_B(),
     )
-    follows_B, leader_B = books.follows(book, memory)
-    stored_B = memory.table.length_B.at[leader_B].get(mode="fill", fill_value=0) >= book.prompt_B()
-    memory = memory.fork(jnp.where(follows_B & stored_B, leader_B, rows))
+    if not decodes:
+        memory = _fork(book, memory)
     if memory.prefix is not None and alone:
         owner_B = jnp.where(draws_B, book.owner_B, requests)
         token_RT = book.token_RT.at[owner_B, book.known_B()].set(token_B, mode="drop")
@@ -224,8 +226,20 @@ def finish(
     live_RF = book.live_RF.at[jnp.where(ended_B, book.owner_B, requests), book.sample_B].set(
         False, mode="drop"
     )
-    book, memory = books.vacate(book.replace(drawn_RF=drawn_RF, live_RF=live_RF), memory, ended_B)
+    book, memory = when(
+        ended_B.any(),
+        lambda state: books.vacate(*state, ended_B),
+        (book.replace(drawn_RF=drawn_RF, live_RF=live_RF), memory),
+    )
     return books.close(book), memory, ended_B
+
+
+def _fork(book: Book, memory: Rows) -> Rows:
+    """Samples whose prompt their leader has stored share it."""
+    follows_B, leader_B = books.follows(book, memory)
+    stored_B = memory.table.length_B.at[leader_B].get(mode="fill", fill_value=0)
+    forks_B = follows_B & (stored_B >= book.prompt_B())
+    return memory.fork(jnp.where(forks_B, leader_B, len(forks_B)))
 
 
 def stop(book: Book, memory: Rows, stopped_RF: jax.Array) -> tuple[Book, Rows]:
@@ -240,10 +254,8 @@ def _waits(book: Book, arrived_R: jax.Array | None) -> jax.Array:
     return waits_R if arrived_R is None else waits_R & arrived_R
 
 
-def _make_room(
-    book: Book, memory: Rows, tokens_B: jax.Array, most_tokens: int | None
-) -> tuple[Book, Rows, Copies, jax.Array]:
-    """Room for the grants of the rows that stay; the last in the order of service go first."""
+def _make_room(book: Book, memory: Rows, tokens_B: jax.Array) -> tuple[Book, Rows, jax.Array]:
+    """Who stays has room for its grant; the last in the order of service go first."""
 
     def crowded(carry: tuple[Book, Rows, jax.Array]) -> jax.Array:
         book, memory, tokens_B = carry
@@ -258,9 +270,7 @@ def _make_room(
         book = book.replace(running_R=book.running_R.at[victim].set(False))
         return book, memory, jnp.where(leaves_B, 0, tokens_B)
 
-    book, memory, tokens_B = lax.while_loop(crowded, preempt, (book, memory, tokens_B))
-    memory, copies, _ = memory.reserve(tokens_B, most_tokens=most_tokens)
-    return book, memory, copies, tokens_B
+    return lax.while_loop(crowded, preempt, (book, memory, tokens_B))
 
 
 def _judge(
@@ -300,7 +310,7 @@ def _judge(
         need=need + memory.extra_need(block_M, hits),
         free=memory.room - demand - _outstanding(book, memory, tokens_B, demand),
         rows=live,
-        running=(book.owner_B < book.rank_R.shape[0]).sum(dtype=jnp.int32),
+        running=books.seated(book).sum(dtype=jnp.int32),
         preempted=preempted,
         granted=tokens,
     )

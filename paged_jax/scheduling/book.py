@@ -63,6 +63,11 @@ def create(*, requests: int, samples: int, rows: int, tokens: int = 1) -> Book:
     )
 
 
+def seated(book: Book) -> jax.Array:
+    """Rows that are somebody's, [B] bool."""
+    return book.owner_B < book.rank_R.shape[0]
+
+
 def follows(book: Book, memory: Rows) -> tuple[jax.Array, jax.Array]:
     """Rows that wait to fork from their request's first row, and that row for every row."""
     leader_B = book.leader_B()

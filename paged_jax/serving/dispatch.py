@@ -212,8 +212,9 @@ def decode(
         model = model_of(weights)
         hidden_BE, view = model(batch.token_B, position_B, view)
         batch = batch.replace(cache=batch.cache.keep(view))
-        draws_B, _ = batching.draws(batch.book, batch.cache.rows, step)
-        batch, token_B, logprob_B = _draw(batch, step, model.logits(hidden_BE), draws_B, uses)
+        batch, token_B, logprob_B = _draw(
+            batch, step, model.logits(hidden_BE), step.tokens_B > 0, uses, decodes=True
+        )
 
         def put(many: jax.Array, one: jax.Array) -> jax.Array:
             return many.at[drawn.steps].set(one)
@@ -264,8 +265,7 @@ def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Bat
         batch.book,
         batch.cache.rows,
         limits,
-        admits=not decodes,
-        most_tokens=1 if decodes else None,
+        decodes=decodes,
     )
     return batch.replace(book=book, cache=batch.cache.replace(rows=rows).copy(copies)), step
 
@@ -283,14 +283,22 @@ def _moment(cache: Cache, step: Step) -> Moment:
 
 
 def _draw(
-    batch: Batch, step: Step, logits_BV: jax.Array, draws_B: jax.Array, uses: Uses
+    batch: Batch,
+    step: Step,
+    logits_BV: jax.Array,
+    draws_B: jax.Array,
+    uses: Uses,
+    *,
+    decodes: bool = False,
 ) -> tuple[Batch, jax.Array, jax.Array]:
     """The marked rows draw from their logits, and the step ends."""
     book = batch.book
     nth_B = book.drawn_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=0)
     token_B, logprob_B = sampling.sample(logits_BV, batch.samplers, nth_B, uses, batch.seen_BV)
     ends_B = (token_B[:, None] == batch.end_BX).any(axis=1)
-    book, rows, _ = batching.finish(book, batch.cache.rows, step, draws_B, token_B, ends_B)
+    book, rows, _ = batching.finish(
+        book, batch.cache.rows, step, draws_B, token_B, ends_B, decodes=decodes
+    )
     seen_BV = batch.seen_BV
     if seen_BV is not None:
         target_B = jnp.where(draws_B, token_B, seen_BV.shape[1])
