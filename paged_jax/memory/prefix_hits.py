@@ -20,6 +20,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paged_jax.memory.layout import blocks_of
 
@@ -57,7 +58,9 @@ def zero() -> HitCounts:
     )
 
 
-def add(counts: HitCounts, tokens: jax.Array, hits: jax.Array, block_size: int) -> HitCounts:
+def add(
+    counts: HitCounts, tokens: jax.Array | np.int32, hits: jax.Array | np.int32, block_size: int
+) -> HitCounts:
     """One request more: ``tokens`` tokens, at least 1, of which ``hits`` full blocks were found."""
     found = hits * block_size
     return HitCounts(

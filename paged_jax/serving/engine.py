@@ -16,7 +16,6 @@ from collections.abc import Sequence as Sequences
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -62,9 +61,11 @@ class Engine:
         self._numbers = itertools.count()
         self._row: list[tuple[Request, int] | None] = [None] * self.config.rows
         self._uses = sampling.Uses()
+        self._calm = False  # whether the next steps may only decode, as far as the host knows
         self.reads = DeviceReads()
         self.preemptions = 0
-        self.hits = {"new": prefix_hits.zero(), "resumed": prefix_hits.zero()}  # at admissions
+        nothing = jax.tree.map(np.asarray, prefix_hits.zero())
+        self.hits = {"new": nothing, "resumed": nothing}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
 
     def add(
@@ -131,7 +132,7 @@ class Engine:
     def advance(self) -> list[Request]:
         """One dispatch. Returns the requests that have new tokens."""
         self._submit()
-        return self._decode() or self._compute()
+        return (self._calm and self._decode()) or self._compute()
 
     def trace_decode(self, params: SamplingParams) -> jax.stages.Traced:
         """The program of a decode dispatch for requests of such params, to look into."""
@@ -162,7 +163,7 @@ class Engine:
         """From now on the device can draw with such ``params``."""
         self._uses |= sampling.Uses.of(params)
         if self._uses.penalises and self._batch.seen_BV is None:
-            seen_BV = jnp.zeros((self.config.rows, self._vocabulary), bool)
+            seen_BV = jax.device_put(np.zeros((self.config.rows, self._vocabulary), bool))
             self._batch = self._batch.replace(seen_BV=seen_BV)
 
     def _free(self, request: Request) -> None:
@@ -181,7 +182,7 @@ class Engine:
             self._enter(new)
 
     def _outrank(self) -> list[int]:
-        """Slots whose requests have not begun and make way for queued ones of lower priority."""
+        """Slots whose requests have not begun, and now are those of queued ones that come first."""
         running = {held[0] for held in self._row if held}
         idle = [
             (_order(one), slot, one)
@@ -214,8 +215,8 @@ class Engine:
             of(lambda request: len(request.prompt_ids)),
             of(lambda request: request.params.max_tokens),
             of(lambda request: request.params.n),
-            of(lambda request: request.salt).astype(jnp.uint32),
-            jnp.asarray(self._prompts()),
+            of(lambda request: request.salt).astype(np.uint32),
+            self._prompts(),
         )
 
     def _prompts(self) -> np.ndarray:
@@ -235,6 +236,7 @@ class Engine:
             uses=self._uses,
         )
         drawn = self.reads(drawn)
+        self._calm = drawn.steps == self.config.dispatch_steps
         moved: list[Request] = []
         for nth in range(drawn.steps):
             moment = jax.tree.map(lambda many, nth=nth: many[nth], drawn.moments)
@@ -249,6 +251,7 @@ class Engine:
     def _compute(self) -> list[Request]:
         """One step with any mix of rows."""
         self._batch, planned = dispatch.plan(self._batch, self._limits)
+        self._calm = True
         found = self.reads(planned)
         self.preemptions += int(found.step.preempted_R.sum())
         for slot in np.flatnonzero(found.step.admitted_R):
@@ -276,7 +279,7 @@ class Engine:
             again = any(one.token_ids for one in request.sequences)
             kind = "resumed" if again else "new"
             self.hits[kind] = prefix_hits.add(
-                self.hits[kind], jnp.int32(tokens), jnp.int32(found // size), size
+                self.hits[kind], np.int32(tokens), np.int32(found // size), size
             )
 
     @property

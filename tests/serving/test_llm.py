@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,14 +48,20 @@ def shuffled_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     create_in_order = pool.create
     monkeypatch.setattr(pool, "create", create)
-    engine_settings._create_cache.clear_cache()
+    made_before: Any = engine_settings._create_cache
+    made_before.clear_cache()
     yield
-    engine_settings._create_cache.clear_cache()
+    made_before.clear_cache()
 
 
 def served(model, **settings) -> LLM:
     """A small engine. The reference compiles fastest, and attention is not what is tested here."""
-    small = {"block_size": 4, "pool_slots": 1024, "max_length": 64, "backend": "reference"}
+    small: dict[str, Any] = {
+        "block_size": 4,
+        "pool_slots": 1024,
+        "max_length": 64,
+        "backend": "reference",
+    }
     return LLM(model, **small | settings)
 
 
