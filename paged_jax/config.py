@@ -190,7 +190,7 @@ class EngineConfig:
     pool_slots: int = 16_384  # tokens of all sequences together, paged
     max_length: int = 2_048  # tokens of one sequence, prompt and output
     rows: int = 32  # sequences that run at once
-    step_tokens: int = 512  # tokens of one step, most: what decodes comes first, then prompts
+    step_tokens: int = 256  # tokens of one step, most: what decodes comes first, then prompts
     chunked_prefill: bool = True  # whether prompts are cut to fit that
     prefix_caching: bool = False  # full blocks are kept and found again; paged
     dispatch_steps: int = 32  # decode steps between two looks by the host, most

@@ -255,8 +255,8 @@ def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[np.ndar
 
 
 def sizes(most: int) -> list[int]:
-    """The sizes of packed steps, for each of which a program is compiled: 8, 32, ..., ``most``."""
-    powers = [8 * 4**n for n in range(most.bit_length())]
+    """The sizes of packed steps, for each of which a program is compiled: 16, 64, ..., ``most``."""
+    powers = [16 * 4**n for n in range(most.bit_length())]
     return [size for size in powers if size < most] + [most]
 
 

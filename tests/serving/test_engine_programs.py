@@ -235,7 +235,7 @@ def test_a_program_for_each_number_of_requests_is_found(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"), [(1, [1]), (8, [8]), (9, [8, 9]), (512, [8, 32, 128, 512])]
+    ("most", "expected"), [(1, [1]), (16, [16]), (17, [16, 17]), (256, [16, 64, 256])]
 )
 def test_packed_steps_come_in_few_sizes(most: int, expected: list[int]) -> None:
     assert dispatch.sizes(most) == expected
