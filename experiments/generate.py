@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import command
-from paged_jax.config import CACHES, KV_DTYPES
+from paged_jax.config import CACHES, KV_DTYPES, EngineConfig
 from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.serving.llm import LLM
@@ -75,9 +75,13 @@ def define_model_flags() -> None:
 
 def load_model() -> LLM:
     """The model of the flags."""
-    return LLM(
-        find_model(FLAGS.model),
-        dtype=FLAGS.dtype,
+    settings = dataclasses.asdict(engine_config())
+    return LLM(find_model(FLAGS.model), dtype=FLAGS.dtype, **settings)
+
+
+def engine_config() -> EngineConfig:
+    """The engine's settings of the flags."""
+    return EngineConfig(
         cache=FLAGS.cache,
         block_size=FLAGS.block_size,
         pool_slots=FLAGS.pool_slots,

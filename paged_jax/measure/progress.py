@@ -41,11 +41,13 @@ class Progress:
         self._clock = clock
         self._start = self._shown = clock()
         self._lock = threading.Lock()
+        self._note = ""
 
-    def advance(self, pieces: int = 1) -> None:
-        """Adds finished pieces and shows the state if it is time to."""
+    def advance(self, pieces: int = 1, note: str = "") -> None:
+        """Adds finished pieces and shows the state if it is time to; ``note`` ends the line."""
         with self._lock:
             self._done += pieces
+            self._note = note
             now = self._clock()
             if now - self._shown >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
                 self._shown = now
@@ -75,7 +77,7 @@ class Progress:
         if fresh and seconds > 0:
             left_seconds = (self._total - self._done) * seconds / fresh
             line += f", {fresh / seconds:.3g}/s, {_clock_text(left_seconds)} left"
-        return line
+        return f"{line}, {self._note}" if self._note else line
 
 
 def _clock_text(seconds: float) -> str:

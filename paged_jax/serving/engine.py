@@ -276,8 +276,8 @@ class Engine:
         if self.config.prefix_caching:
             tokens = len(request.prompt_ids) + len(request.sequences[0].token_ids)
             size = self.config.block_size
-            again = any(one.token_ids for one in request.sequences)
-            kind = "resumed" if again else "new"
+            kind = "resumed" if request.looked_up else "new"
+            request.looked_up = True
             self.hits[kind] = prefix_hits.add(
                 self.hits[kind], np.int32(tokens), np.int32(found // size), size
             )

@@ -33,6 +33,7 @@ class Request:
     priority: int = 0  # the lowest is served first
     salt: int = 0  # of its tenant: prefix hits stay among requests of one
     number: int = 0  # in the order of arrival
+    looked_up: bool = False  # in the prefix cache, at an admission before
 
     @property
     def begun(self) -> bool:

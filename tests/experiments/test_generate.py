@@ -16,7 +16,7 @@ from tokenizers import models as token_models
 from tokenizers import pre_tokenizers
 
 from experiments import generate
-from paged_jax.decoding import caches
+from paged_jax.serving import settings
 from tests.support import decoder as definition
 from tests.support.commands import Done, call, one_line
 from tests.support.models import TINY, random_decoder
@@ -182,7 +182,10 @@ def test_beams(model: Path, decoder) -> None:
         (("--prompt_ids=1", "--pool_slots=8", "--max_tokens=20"), "pool_slots: "),
         (("--prompt_ids=1", "--pool_slots=3"), "pool_slots: 3 is less than one block of 4"),
         (("--prompt_ids=1", "--pool_slots=8", "--beam_width=2", "--max_tokens=9"), "pool_slots: "),
-        (("--prompt_ids=1", "--n=33", "--max_tokens=1"), "n: 33"),
+        (
+            ("--prompt_ids=1", "--n=33", "--max_tokens=1"),
+            "n: expected at most 32 sequences, got 33",
+        ),
         (("--prompt_ids=1", f"--seed={2**32}"), "seed: "),
         (("--prompt_ids=1", "--temperature=1", f"--top_k={2**32}"), "top_k: "),
         (("--prompt_ids=1", "--temperature=nan"), "temperature: "),
@@ -254,7 +257,7 @@ def test_a_cache_without_room_is_one_line(model: Path, monkeypatch: pytest.Monke
     def full(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 384000000000 bytes")
 
-    monkeypatch.setattr(caches, "create_paged", full)
+    monkeypatch.setattr(settings, "_create_cache", full)
     one_line(run(f"--model={model}", "--prompt_ids=1"), "pool_slots: no memory", "384000000000")
 
 

@@ -56,6 +56,19 @@ def test_pieces_of_an_earlier_run_do_not_count_in_the_rate() -> None:
     assert text.splitlines()[-1] == "cells: 90/100 in 1:00:00, 0.00278/s, 1:00:00 left"
 
 
+def test_a_note_ends_the_line_until_the_next_one() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with progress.Progress(4, "requests", stream=stream, clock=clock) as bar:
+        for note in ("pool 40%", ""):
+            clock.seconds += 10.0
+            bar.advance(note=note)
+    assert stream.getvalue().splitlines() == [
+        "requests: 1/4 in 0:10, 0.1/s, 0:30 left, pool 40%",
+        "requests: 2/4 in 0:20, 0.1/s, 0:20 left",
+        "requests: 2/4 in 0:20, 0.1/s, 0:20 left",
+    ]
+
+
 def test_nothing_to_do_is_no_error() -> None:
     stream = Terminal()
     with progress.Progress(0, "cells", stream=stream):
