@@ -74,7 +74,7 @@ def test_rows_fractions_and_figures(tmp_path):
     assert record["flags"]["steps"] == 300
 
 
-@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("signal_name", ["SIGINT", pytest.param("SIGKILL", marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, signal_name):
     arguments = (
         *("--workloads=alpaca", "--allocators=orca_max,paged", "--block_sizes=1", "--sharing=0"),

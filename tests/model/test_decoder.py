@@ -103,7 +103,8 @@ def cache_of(config: ModelConfig, kind: str, block_size: int = 4) -> caches.Cach
     order = np.random.default_rng(2).permutation(blocks).astype(np.int32)
     pool = cache.table.pool
     pool = pool.replace(queue_N=pool.queue_N.at[: len(order)].set(order))
-    return cache.replace(table=cache.table.replace(pool=pool))
+    rows = cache.rows.replace(table=cache.table.replace(pool=pool))
+    return cache.replace(rows=rows)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -94,16 +94,26 @@ def test_stories_one_at_a_time(shared_data: Callable[[str], Path]) -> None:
             assert tokens(llm.generate(run["prompt_ids"], params)) == [[tuple(run["greedy_ids"])]]
 
 
-def test_tokens_do_not_depend_on_how_they_are_served(model) -> None:
+def test_tokens_do_not_depend_on_the_cache(model) -> None:
     expected = served(model, rows=16).generate(PROMPTS, SAMPLED)
     assert len({output for group in tokens(expected) for output in group}) > 12
-    for settings in (
-        {"rows": 16, "cache": "dense"},
+    dense = served(model, rows=16, cache="dense").generate(PROMPTS, SAMPLED)
+    assert tokens(dense) == tokens(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"rows": 4, "backend": "xla"},  # a request at a time
         # Prompts in pieces, and requests that are preempted.
         {"rows": 8, "block_size": 3, "pool_slots": 60, "step_tokens": 8, "dispatch_steps": 2},
-    ):
-        assert tokens(served(model, **settings).generate(PROMPTS, SAMPLED)) == tokens(expected)
+    ],
+    ids=["alone", "preempted"],
+)
+def test_tokens_do_not_depend_on_the_batch(model, settings) -> None:
+    expected = served(model, rows=16).generate(PROMPTS, SAMPLED)
+    assert tokens(served(model, **settings).generate(PROMPTS, SAMPLED)) == tokens(expected)
 
 
 def test_each_sequence_equals_its_own_run(model) -> None:

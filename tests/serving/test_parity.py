@@ -175,7 +175,7 @@ def test_forms_agree_step_by_step(pattern):
             assert event_differences(requests, records, *pool) is None, (seed, pool)
             preemptions += records[-1]["preemptions"]
             copies += records[-1]["copies"]
-            if pattern == "alone":
+            if pattern == "alone" and pool in POOLS[:2]:  # a shape each
                 assert array_differences(requests, records, *pool) is None, (seed, pool)
     assert preemptions > 0  # the pools are small enough for the rules to matter
     assert (copies > 0) == (pattern not in ("alone", "donors"))
