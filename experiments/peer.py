@@ -5,6 +5,7 @@ Our own environment needs neither torch nor transformers; ``--peer_python`` name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Sequence
@@ -32,11 +33,10 @@ class Peer:
             )
         except OSError as error:
             raise ValueError(f"--peer_python={python}: {error.strerror}") from None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.__exit__)
             self.versions = self._read()["peer"]
-        except BaseException:
-            self.__exit__()
-            raise
+            undo.pop_all()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from paged_jax.memory import block_table, prefix_cache
 from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import when
 from paged_jax.memory.prefix_cache import PrefixCache
 
@@ -32,6 +33,16 @@ class Rows(flax.struct.PyTreeNode):
     def idle(self) -> jax.Array:
         """Blocks among them that are kept for hits."""
         return jnp.int32(0) if self.prefix is None else self.prefix.idle
+
+    def ledger(
+        self, final_B: jax.Array, *, pool_slots: jax.Array | int, short: jax.Array | bool = False
+    ) -> Ledger:
+        """The ledger of this moment; arguments as ``block_table.ledger``'s."""
+        if self.prefix is None:
+            return block_table.ledger(self.table, final_B, pool_slots=pool_slots, short=short)
+        return prefix_cache.ledger(
+            self.table, self.prefix, final_B, pool_slots=pool_slots, short=short
+        )
 
     def reserve(
         self, tokens_B: jax.Array, *, most_tokens: int | None = None

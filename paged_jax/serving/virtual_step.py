@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.config import MOST, DeviceConfig, ModelConfig
-from paged_jax.memory import block_table, prefix_cache
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.memory.rows import Rows
 from paged_jax.scheduling import batching, policy
@@ -214,12 +213,7 @@ def _ledger(seated: Book, memory: Rows, *, short: jax.Array) -> jax.Array:
     output_B = seated.output_RF.at[seated.owner_B, seated.sample_B].get(mode="fill", fill_value=1)
     final_B = seated.prompt_B() + output_B - 1
     pool_slots = memory.table.pool.blocks * memory.table.block_size
-    if memory.prefix is None:
-        found = block_table.ledger(memory.table, final_B, pool_slots=pool_slots, short=short)
-    else:
-        found = prefix_cache.ledger(
-            memory.table, memory.prefix, final_B, pool_slots=pool_slots, short=short
-        )
+    found = memory.ledger(final_B, pool_slots=pool_slots, short=short)
     return jnp.stack([getattr(found, name) for name in CATEGORIES])
 
 
