@@ -89,7 +89,16 @@ def advance(
 
     def judge(book: Book, memory: Rows, tokens_B: jax.Array) -> Head:
         waits_R = _waits(book, arrived_R)
-        return _judge(book, memory, limits, waits_R, tokens_B, preempted_R.any())
+        return _judge(
+            book,
+            memory,
+            limits,
+            waits_R,
+            tokens_B,
+            preempted_R.any(),
+            demand=0,
+            stored_B=memory.table.length_B,
+        )
 
     def admit(carry: tuple) -> tuple:
         book, memory, tokens_B, found_R, head = carry
@@ -131,6 +140,7 @@ def only_decodes(
         wanted_B,
         jnp.bool_(False),
         demand=demand,
+        stored_B=memory.table.length_B + wanted_B,
     )
     calm = (wanted_B == seated_B).all() & seated_B.any()
     within = wanted_B.sum() <= limits.tokens
@@ -281,12 +291,13 @@ def _judge(
     tokens_B: jax.Array,
     preempted: jax.Array,
     *,
-    demand: jax.Array | int = 0,
+    demand: jax.Array | int,
+    stored_B: jax.Array,
 ) -> Head:
     """The head of the queue, and the verdict on it.
 
-    ``demand``: blocks that ``tokens_B`` are yet to take. What admitted prompts have yet to store
-    counts as taken.
+    ``demand``: blocks that ``tokens_B`` are yet to take; ``stored_B``: tokens that rows have room
+    for then. What admitted prompts have yet to store counts as taken.
     """
     head = jnp.argmin(jnp.where(waits_R, book.rank_R, MOST)).astype(jnp.int32)
     prompt, live_F, drawn_F = book.prompt_R[head], book.live_RF[head], book.drawn_RF[head]
@@ -308,7 +319,7 @@ def _judge(
         limits.replace(rows=jnp.minimum(limits.rows, rows)),
         waiting=waits_R.any(),
         need=need + memory.extra_need(block_M, hits),
-        free=memory.room - demand - _outstanding(book, memory, tokens_B, demand),
+        free=memory.room - demand - _outstanding(book, memory, stored_B),
         rows=live,
         running=books.seated(book).sum(dtype=jnp.int32),
         preempted=preempted,
@@ -317,13 +328,10 @@ def _judge(
     return Head(head, tokens, block_M, hits, verdict)
 
 
-def _outstanding(
-    book: Book, memory: Rows, tokens_B: jax.Array, demand: jax.Array | int
-) -> jax.Array:
-    """Blocks that seated rows have yet to take for what they know already."""
+def _outstanding(book: Book, memory: Rows, stored_B: jax.Array) -> jax.Array:
+    """Blocks that rows with room for ``stored_B`` tokens have yet to take for what they know."""
     follows_B, _ = books.follows(book, memory)
     known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.table.block_size
-    stored_B = memory.table.length_B + (0 if isinstance(demand, int) else tokens_B)
     has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
     gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
     return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)
