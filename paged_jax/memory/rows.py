@@ -24,6 +24,16 @@ class Rows(flax.struct.PyTreeNode):
     prefix: PrefixCache | None = None
 
     @property
+    def length_B(self) -> jax.Array:
+        """Tokens stored in each row, i32; 0 for an empty one."""
+        return self.table.length_B
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.table.block_size
+
+    @property
     def room(self) -> jax.Array:
         """Blocks that no row holds."""
         free = self.table.pool.free
@@ -43,6 +53,10 @@ class Rows(flax.struct.PyTreeNode):
         return prefix_cache.ledger(
             self.table, self.prefix, final_B, pool_slots=pool_slots, short=short
         )
+
+    def demand(self, tokens_B: jax.Array) -> jax.Array:
+        """Blocks of ``room`` that ``reserve`` of so many tokens would take, copies included."""
+        return block_table.demand(self.table, tokens_B)
 
     def reserve(
         self, tokens_B: jax.Array, *, most_tokens: int | None = None

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.config import MOST
-from paged_jax.memory import block_table
 from paged_jax.memory.block_table import Copies
 from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.loops import when
@@ -78,7 +77,7 @@ def advance(
       ``(book', memory', copies, step)``. ``memory'`` counts the step's tokens as stored; ``copies``
       are to be made before they are.
     """
-    dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=memory.table.length_B)
+    dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=memory.length_B)
     ran_R = book.running_R
     if decodes:
         tokens_B = books.seated(book).astype(jnp.int32)
@@ -97,7 +96,7 @@ def advance(
             tokens_B,
             preempted_R.any(),
             demand=0,
-            stored_B=memory.table.length_B,
+            stored_B=memory.length_B,
         )
 
     def admit(carry: tuple) -> tuple:
@@ -109,7 +108,7 @@ def advance(
         new_B = jnp.where(leads_B, head.tokens, 0)
         memory, _, _ = memory.reserve(new_B)
         tokens_B += new_B
-        found_R = found_R.at[head.request].set(head.hits * memory.table.block_size)
+        found_R = found_R.at[head.request].set(head.hits * memory.block_size)
         return book, memory, tokens_B, found_R, judge(book, memory, tokens_B)
 
     found_R = jnp.zeros(ran_R.shape, jnp.int32)
@@ -129,9 +128,9 @@ def only_decodes(
     arrived_R: jax.Array | None = None,
 ) -> jax.Array:
     """Whether in the next step every row decodes, nobody is preempted and nobody admitted."""
-    wanted_B = targets(book, memory) - memory.table.length_B
+    wanted_B = targets(book, memory) - memory.length_B
     seated_B = books.seated(book)
-    demand = block_table.demand(memory.table, wanted_B)
+    demand = memory.demand(wanted_B)
     head = _judge(
         book,
         memory,
@@ -140,7 +139,7 @@ def only_decodes(
         wanted_B,
         jnp.bool_(False),
         demand=demand,
-        stored_B=memory.table.length_B + wanted_B,
+        stored_B=memory.length_B + wanted_B,
     )
     calm = (wanted_B == seated_B).all() & seated_B.any()
     within = wanted_B.sum() <= limits.tokens
@@ -150,7 +149,7 @@ def only_decodes(
 
 def grants(book: Book, memory: Rows, limits: policy.Limits) -> jax.Array:
     """Tokens that each row computes in the next step if all that runs stays, [B]."""
-    wanted_B = targets(book, memory) - memory.table.length_B
+    wanted_B = targets(book, memory) - memory.length_B
     decodes_B = wanted_B == 1
     left = limits.tokens - decodes_B.sum(dtype=jnp.int32)
 
@@ -182,7 +181,7 @@ def draws(book: Book, memory: Rows, step: Step) -> tuple[jax.Array, jax.Array]:
     about to fork from a prompt that was stored for the first time.
     """
     known_B, (follows_B, leader_B) = book.known_B(), books.follows(book, memory)
-    draws_B = (step.tokens_B > 0) & (memory.table.length_B == known_B)
+    draws_B = (step.tokens_B > 0) & (memory.length_B == known_B)
     ready_B = draws_B.at[leader_B].get(mode="fill", fill_value=False)
     joins_B = follows_B & ready_B & (known_B == book.prompt_B())
     row_B = jnp.arange(known_B.shape[0], dtype=jnp.int32)
@@ -247,7 +246,7 @@ def finish(
 def _fork(book: Book, memory: Rows) -> Rows:
     """Samples whose prompt their leader has stored share it."""
     follows_B, leader_B = books.follows(book, memory)
-    stored_B = memory.table.length_B.at[leader_B].get(mode="fill", fill_value=0)
+    stored_B = memory.length_B.at[leader_B].get(mode="fill", fill_value=0)
     forks_B = follows_B & (stored_B >= book.prompt_B())
     return memory.fork(jnp.where(forks_B, leader_B, len(forks_B)))
 
@@ -269,7 +268,7 @@ def _make_room(book: Book, memory: Rows, tokens_B: jax.Array) -> tuple[Book, Row
 
     def crowded(carry: tuple[Book, Rows, jax.Array]) -> jax.Array:
         book, memory, tokens_B = carry
-        demand = block_table.demand(memory.table, tokens_B)
+        demand = memory.demand(tokens_B)
         return book.running_R.any() & ~policy.may_grow(demand, memory.room)
 
     def preempt(carry: tuple[Book, Rows, jax.Array]) -> tuple[Book, Rows, jax.Array]:
@@ -301,7 +300,7 @@ def _judge(
     """
     head = jnp.argmin(jnp.where(waits_R, book.rank_R, MOST)).astype(jnp.int32)
     prompt, live_F, drawn_F = book.prompt_R[head], book.live_RF[head], book.drawn_RF[head]
-    size, live = memory.table.block_size, live_F.sum(dtype=jnp.int32)
+    size, live = memory.block_size, live_F.sum(dtype=jnp.int32)
     own_F = jnp.where(live_F, blocks_of(prompt + drawn_F, size) - prompt // size, 0)
     fresh = (drawn_F == 0).all()
     need = jnp.where(fresh, blocks_of(prompt, size), prompt // size + own_F.sum(dtype=jnp.int32))
@@ -331,7 +330,7 @@ def _judge(
 def _outstanding(book: Book, memory: Rows, stored_B: jax.Array) -> jax.Array:
     """Blocks that rows with room for ``stored_B`` tokens have yet to take for what they know."""
     follows_B, _ = books.follows(book, memory)
-    known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.table.block_size
+    known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.block_size
     has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
     gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
     return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)

@@ -72,7 +72,7 @@ def follows(book: Book, memory: Rows) -> tuple[jax.Array, jax.Array]:
     """Rows that wait to fork from their request's first row, and that row for every row."""
     leader_B = book.leader_B()
     row_B = jnp.arange(leader_B.shape[0])
-    return (leader_B < row_B) & (memory.table.length_B == 0), leader_B
+    return (leader_B < row_B) & (memory.length_B == 0), leader_B
 
 
 def seat(book: Book, request: jax.Array) -> Book:

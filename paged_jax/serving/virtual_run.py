@@ -221,7 +221,7 @@ def _result(
 
 
 def _hits(requests: Timed, state: Any) -> prefix_hits.HitRates | None:
-    count, size = requests.count, state.memory.table.block_size
+    count, size = requests.count, state.memory.block_size
     served_R = state.start_R[:count] != NEVER
     prompt_R, found_R = requests.prompt_R[served_R], state.found_R[:count][served_R]
     return prefix_hits.rates(

@@ -133,7 +133,7 @@ def _step(
     if compiled.static:
         shape = _padded(seated, allowed_R, age)
     else:
-        shape = (memory.table.length_B, plan.tokens_B, draws_B)
+        shape = (memory.length_B, plan.tokens_B, draws_B)
     counts = cost_model.count_step(compiled.model, *shape)
     seconds = cost_model.step_seconds(compiled.model, compiled.device, counts, compiled.kv_dtype)
     found = Record(
@@ -190,7 +190,7 @@ def _plan(
 
 def _batch(state: State, came_R: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The requests of the batch that runs, or of the next one, and the steps it has run."""
-    rows = state.memory.table.length_B.shape[0]
+    rows = state.memory.length_B.shape[0]
     waits_R = came_R & (state.book.rank_R < MOST)
     ended = ~state.book.running_R.any()
     next_R = waits_R & (jnp.cumsum(waits_R) <= rows)
@@ -212,7 +212,7 @@ def _ledger(seated: Book, memory: Rows, *, short: jax.Array) -> jax.Array:
     """Slots by category, [J], where every output's end is known."""
     output_B = seated.output_RF.at[seated.owner_B, seated.sample_B].get(mode="fill", fill_value=1)
     final_B = seated.prompt_B() + output_B - 1
-    pool_slots = memory.table.pool.blocks * memory.table.block_size
+    pool_slots = memory.table.pool.blocks * memory.block_size
     found = memory.ledger(final_B, pool_slots=pool_slots, short=short)
     return jnp.stack([getattr(found, name) for name in CATEGORIES])
 
