@@ -193,6 +193,8 @@ class EngineConfig:
     step_tokens: int = 256  # tokens of one step, most: what decodes comes first, then prompts
     chunked_prefill: bool = True  # whether prompts are cut to fit that
     prefix_caching: bool = False  # full blocks are kept and found again; paged
+    swap_slots: int | None = None  # of host memory, for the preempted; None: they recompute
+    swap_sequences: int = 1  # requests with fewer recompute all the same
     dispatch_steps: int = 32  # decode steps between two looks by the host, most
     kv_dtype: str = "auto"  # "auto": the model's
     backend: str | None = None  # of paged attention; None: the platform's
@@ -205,22 +207,34 @@ class EngineConfig:
             raise ValueError(
                 f"kv_dtype: expected one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}"
             )
-        if self.cache == "dense" and self.kv_dtype not in ("auto", "f32", "bf16"):
-            raise ValueError(f"kv_dtype: a dense cache is f32 or bf16, got {self.kv_dtype!r}")
-        if self.cache == "dense" and self.prefix_caching:
-            raise ValueError("prefix_caching: a dense cache has no blocks to find")
+        if self.cache == "dense":
+            self._check_dense()
         for field in dataclasses.fields(self):
-            if field.type == "int":
-                _demand_size(field.name, getattr(self, field.name))
-        if self.pool_slots < self.block_size:
-            raise ValueError(
-                f"pool_slots: {self.pool_slots} is less than one block of {self.block_size}"
-            )
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                _demand_size(field.name, value)
+        for name in ("pool_slots", "swap_slots"):
+            slots = getattr(self, name)
+            if slots is not None and slots < self.block_size:
+                raise ValueError(f"{name}: {slots} is less than one block of {self.block_size}")
+
+    def _check_dense(self) -> None:
+        if self.kv_dtype not in ("auto", "f32", "bf16"):
+            raise ValueError(f"kv_dtype: a dense cache is f32 or bf16, got {self.kv_dtype!r}")
+        if self.prefix_caching:
+            raise ValueError("prefix_caching: a dense cache has no blocks to find")
+        if self.swap_slots is not None:
+            raise ValueError("swap_slots: rows of a dense cache are not swapped")
 
     @property
     def blocks(self) -> int:
         """Whole blocks of the pool."""
         return self.pool_slots // self.block_size
+
+    @property
+    def swap_blocks(self) -> int:
+        """Whole blocks of host memory; 0 for none."""
+        return (self.swap_slots or 0) // self.block_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,14 @@ class Cache(flax.struct.PyTreeNode):
 
     def copy(self, copies: Copies) -> Cache:
         """The cache after the copies that a table's growth asks for."""
-        made = (copies.target_C < self.table.pool.none).sum(dtype=jnp.int32)
+        made = self.count(copies)
         # A ``cond`` would copy the pool that its branches write.
         kv = loops.when(made > 0, lambda kv: kv.copy(copies), self.kv)
         return self.replace(kv=kv, copies=self.copies + made)
+
+    def count(self, copies: Copies) -> jax.Array:
+        """How many copies there are to make."""
+        return (copies.target_C < self.table.pool.none).sum(dtype=jnp.int32)
 
     def view(
         self, live_B: jax.Array, start_P: jax.Array | None, queries: int

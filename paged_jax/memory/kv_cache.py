@@ -15,6 +15,7 @@ from paged_jax.memory.block_table import Copies
 from pallas_kernels import block_io, dims
 
 QUANTISED = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+ARRAYS = ("kv_NUKSD", "k_scale_NKS", "v_scale_NKS")  # of a ``KVCache``
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, **QUANTISED}
 
 
@@ -34,8 +35,7 @@ class KVCache(flax.struct.PyTreeNode):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token in all layers, scales included."""
-        arrays = [self.kv_NUKSD, self.k_scale_NKS, self.v_scale_NKS]
-        total = sum(array.nbytes for array in arrays if array is not None)
+        total = sum(array.nbytes for array in self._arrays if array is not None)
         return total // (self.blocks * self.kv_NUKSD.shape[3])
 
     def write(
@@ -49,24 +49,42 @@ class KVCache(flax.struct.PyTreeNode):
         written = block_io.write_quantised_kv(
             self.kv_NUKSD, self.k_scale_NKS, self.v_scale_NKS, k_TKD, v_TKD, slot_T
         )
-        return self.replace(
-            **dict(zip(("kv_NUKSD", "k_scale_NKS", "v_scale_NKS"), written, strict=True))
-        )
+        return self.replace(**dict(zip(ARRAYS, written, strict=True)))
 
     def copy(self, copies: Copies) -> KVCache:
         """The cache after block copies, in every layer; all sources are read before any write."""
         dims(source_C=copies.source_C, target_C=copies.target_C)
-        offset = self.blocks * jnp.arange(self.layers, dtype=jnp.int32)[:, None]
-
-        def rows(block_C: jax.Array) -> jax.Array:
-            inside = block_C < self.blocks
-            return jnp.where(inside, block_C + offset, self.layers * self.blocks).reshape(-1)
-
-        arrays = (self.kv_NUKSD, self.k_scale_NKS, self.v_scale_NKS)
-        copied = block_io.copy_blocks(arrays, rows(copies.source_C), rows(copies.target_C))
-        return self.replace(
-            **dict(zip(("kv_NUKSD", "k_scale_NKS", "v_scale_NKS"), copied, strict=True))
+        source_Z, target_Z = (
+            self._rows(copies.source_C).ravel(),
+            self._rows(copies.target_C).ravel(),
         )
+        copied = block_io.copy_blocks(self._arrays, source_Z, target_Z)
+        return self.replace(**dict(zip(ARRAYS, copied, strict=True)))
+
+    def read(self, block_C: jax.Array) -> tuple[jax.Array | None, ...]:
+        """The bytes of blocks in all layers: arrays [C, layers, ...], None without scales."""
+        row_CL = self._rows(block_C).T
+        return tuple(
+            None if array is None else array.at[row_CL].get(mode="clip") for array in self._arrays
+        )
+
+    def put(self, block_C: jax.Array, values: tuple[jax.Array | None, ...]) -> KVCache:
+        """The cache with what ``read`` gave in other blocks; past the last one: nowhere."""
+        row_CL = self._rows(block_C).T
+        written = (
+            None if array is None else array.at[row_CL].set(value, mode="drop")
+            for array, value in zip(self._arrays, values, strict=True)
+        )
+        return self.replace(**dict(zip(ARRAYS, written, strict=True)))
+
+    @property
+    def _arrays(self) -> tuple[jax.Array | None, ...]:
+        return tuple(getattr(self, name) for name in ARRAYS)
+
+    def _rows(self, block_C: jax.Array) -> jax.Array:
+        """The pool's row of each block in each layer, [layers, C]; past the end for no block."""
+        offset = self.blocks * jnp.arange(self.layers, dtype=jnp.int32)[:, None]
+        return jnp.where(block_C < self.blocks, block_C + offset, self.layers * self.blocks)
 
 
 class DenseKV(flax.struct.PyTreeNode):

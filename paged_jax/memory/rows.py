@@ -1,7 +1,8 @@
-"""Rows of blocks, with a prefix cache beside the table or without: what a batch is stored in.
+"""Rows of blocks, with a prefix cache and host memory beside the table or without: what a batch is
+stored in.
 
-The verbs are ``block_table``'s and ``prefix_cache``'s; without a cache nothing is ever found, and
-what nobody holds is free.
+The verbs are ``block_table``'s, ``prefix_cache``'s and ``swap``'s; without a cache nothing is ever
+found, and what nobody holds is free; without host memory nothing is ever swapped.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from paged_jax.memory import block_table, prefix_cache
+from paged_jax.memory import block_table, prefix_cache, swap
 from paged_jax.memory.block_table import BlockTable, Copies
 from paged_jax.memory.ledger import Ledger
 from paged_jax.memory.loops import when
 from paged_jax.memory.prefix_cache import PrefixCache
+from paged_jax.memory.swap import Host
 
 
 class Rows(flax.struct.PyTreeNode):
-    """A block table and what its blocks are known to hold."""
+    """A block table, what its blocks are known to hold, and rows that wait in host memory."""
 
     table: BlockTable
     prefix: PrefixCache | None = None
+    host: Host | None = None
+
+    def with_host(self, *, rows: int, blocks: int) -> Rows:
+        """The same with empty host memory of ``blocks`` blocks for so many rows that wait."""
+        return self.replace(host=swap.create(self.table, rows=rows, blocks=blocks))
 
     @property
     def length_B(self) -> jax.Array:
@@ -44,6 +51,29 @@ class Rows(flax.struct.PyTreeNode):
         """Blocks among them that are kept for hits."""
         return jnp.int32(0) if self.prefix is None else self.prefix.idle
 
+    @property
+    def host_room(self) -> jax.Array:
+        """Free blocks of host memory."""
+        return jnp.int32(0) if self.host is None else self.host.table.pool.free
+
+    def swapped_lengths(self, row_F: jax.Array) -> jax.Array:
+        """Tokens of rows in host memory, [F]; 0 for one that is not there."""
+        if self.host is None:
+            return jnp.zeros(row_F.shape, jnp.int32)
+        return self.host.table.length_B[row_F]
+
+    def swapped_need(self, row_F: jax.Array, tokens_F: jax.Array) -> jax.Array:
+        """Blocks that a request's rows in host memory take, back and with so many more tokens."""
+        if self.host is None:
+            return jnp.int32(0)
+        table = self.host.table
+        rows = table.replace(table_BM=table.table_BM[row_F], length_B=table.length_B[row_F])
+        return swap.blocks(table, row_F) + block_table.demand(rows, tokens_F)
+
+    def blocks(self, row_F: jax.Array) -> jax.Array:
+        """Blocks that a request's rows hold together, each once; rows past the end hold none."""
+        return swap.blocks(self.table, row_F)
+
     def ledger(
         self, final_B: jax.Array, *, pool_slots: jax.Array | int, short: jax.Array | bool = False
     ) -> Ledger:
@@ -64,19 +94,19 @@ class Rows(flax.struct.PyTreeNode):
         """Room for more tokens in each row, or for none at all: ``(rows', copies, fits)``."""
         if self.prefix is None:
             table, copies, fits = block_table.reserve(self.table, tokens_B, most_tokens=most_tokens)
-            return Rows(table), copies, fits
+            return self.replace(table=table), copies, fits
         table, prefix, copies, fits = prefix_cache.reserve(
             self.table, self.prefix, tokens_B, most_tokens=most_tokens
         )
-        return Rows(table, prefix), copies, fits
+        return self.replace(table=table, prefix=prefix), copies, fits
 
     def release(self, rows_B: jax.Array) -> Rows:
         """Empties the marked rows that hold anything."""
         rows_B &= self.table.length_B > 0
         if self.prefix is None:
-            return Rows(block_table.release(self.table, rows_B)[0])
+            return self.replace(table=block_table.release(self.table, rows_B)[0])
         table, prefix, _ = prefix_cache.release(self.table, self.prefix, rows_B)
-        return Rows(table, prefix)
+        return self.replace(table=table, prefix=prefix)
 
     def fork(self, parent_B: jax.Array) -> Rows:
         """Empty rows share all blocks of their parents; B: stays as it is."""
@@ -85,8 +115,9 @@ class Rows(flax.struct.PyTreeNode):
     def reorder(self, parent_B: jax.Array) -> Rows:
         """Every row becomes a copy of its parent, at once."""
         if self.prefix is None:
-            return Rows(block_table.reorder(self.table, parent_B))
-        return Rows(*prefix_cache.reorder(self.table, self.prefix, parent_B))
+            return self.replace(table=block_table.reorder(self.table, parent_B))
+        table, prefix = prefix_cache.reorder(self.table, self.prefix, parent_B)
+        return self.replace(table=table, prefix=prefix)
 
     def match(
         self, token_T: jax.Array, count: jax.Array, salt: jax.Array
@@ -107,7 +138,7 @@ class Rows(flax.struct.PyTreeNode):
         if self.prefix is None:
             return self
         table, prefix, _ = prefix_cache.adopt(self.table, self.prefix, row, block_M, hits)
-        return Rows(table, prefix)
+        return self.replace(table=table, prefix=prefix)
 
     def register(
         self,
@@ -138,6 +169,47 @@ class Rows(flax.struct.PyTreeNode):
 
         count = jnp.where((end_B > first_B).any(), len(length_B), 0)
         return self.replace(prefix=jax.lax.fori_loop(0, count, key, self.prefix))
+
+    def swap_out(self, row_F: jax.Array, to_F: jax.Array) -> Rows:
+        """Rows of a request get blocks in host memory, which has room; they are not emptied yet."""
+        assert self.host is not None, "there is no host memory"
+        table, device_FM, host_FM = swap.copy_rows(self.table, row_F, self.host.table, to_F)
+        return self.replace(host=self._moved(to_F, table, device_FM, host_FM))
+
+    def swap_in(self, from_F: jax.Array, row_F: jax.Array) -> Rows:
+        """Empty rows get what a request's rows in host memory hold, and those are emptied.
+
+        ``room`` has as many blocks. Rows past the end are nobody's.
+        """
+        assert self.host is not None, "there is no host memory"
+        held, device, prefix = self.host.table, self.table, self.prefix
+        if prefix is not None:
+            need = swap.blocks(held, from_F)
+            device, prefix, _ = prefix_cache.make_room(device, prefix, need)
+        device, host_FM, device_FM = swap.copy_rows(held, from_F, device, row_F)
+        marked_Z = jnp.zeros(held.length_B.shape, bool).at[from_F].set(True, mode="drop")
+        held, _ = block_table.release(held, marked_Z & (held.length_B > 0))
+        host = self._moved(from_F, held, device_FM, host_FM)
+        return self.replace(table=device, prefix=prefix, host=host)
+
+    def forget(self, rows_Z: jax.Array) -> Rows:
+        """The marked rows in host memory are emptied, if there are any."""
+        if self.host is None:
+            return self
+        held = self.host.table
+        held, _ = block_table.release(held, rows_Z & (held.length_B > 0))
+        return self.replace(host=self.host.replace(table=held))
+
+    def _moved(
+        self, row_F: jax.Array, table: BlockTable, device_FM: jax.Array, host_FM: jax.Array
+    ) -> Host:
+        """The host side after a move of its rows ``row_F``."""
+        assert self.host is not None, "there is no host memory"
+        return Host(
+            table=table,
+            device_ZM=self.host.device_ZM.at[row_F].set(device_FM, mode="drop"),
+            host_ZM=self.host.host_ZM.at[row_F].set(host_FM, mode="drop"),
+        )
 
 
 def create(

@@ -3,7 +3,8 @@
 A step first serves what runs: rows that decode take one token each, rows with more to compute (a
 prompt, or what a preemption undid) share what is left of the token budget, in order of service.
 While their blocks do not all fit, the last request in that order gives up its memory
-(PagedAttention, section 4.5). If nobody had to, requests are admitted from the head of the queue as
+(PagedAttention, section 4.5), to recompute it later, or to find it again in host memory where
+``policy.swaps`` says so. If nobody had to, requests are admitted from the head of the queue as
 long as ``policy.judge`` lets them in. The unit is the request with all its samples: they are
 admitted and preempted together, the first one computes the prompt, and the others fork from it once
 it is stored. With a prefix cache a request begins with the blocks that hold its first tokens
@@ -26,23 +27,13 @@ from jax import lax
 
 from paged_jax.config import MOST
 from paged_jax.memory.block_table import Copies
-from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.loops import when
 from paged_jax.memory.rows import Rows
+from paged_jax.scheduling import admission, policy
 from paged_jax.scheduling import book as books
-from paged_jax.scheduling import policy
+from paged_jax.scheduling.admission import Head
 from paged_jax.scheduling.book import Book
 from pallas_kernels import dims
-
-
-class Head(flax.struct.PyTreeNode):
-    """The first request in the queue, and what admitting it now would mean."""
-
-    request: jax.Array  # i32
-    tokens: jax.Array  # i32: it would compute in this step
-    block_M: jax.Array  # i32: cached blocks that it begins with
-    hits: jax.Array  # i32: how many
-    verdict: jax.Array  # i32: a constant of ``policy``
 
 
 class Step(flax.struct.PyTreeNode):
@@ -51,6 +42,8 @@ class Step(flax.struct.PyTreeNode):
     tokens_B: jax.Array  # i32: tokens each row computes and stores, its last ones
     admitted_R: jax.Array  # bool
     preempted_R: jax.Array  # bool
+    swapped_R: jax.Array  # bool: a preempted request went to host memory, an admitted one came back
+    moved: jax.Array  # i32: blocks that did
     found_R: jax.Array  # i32: tokens that an admitted request found in the prefix cache
     verdict: jax.Array  # i32: a constant of ``policy``
 
@@ -79,45 +72,69 @@ def advance(
     """
     dims(rank_R=book.rank_R, owner_B=book.owner_B, length_B=memory.length_B)
     ran_R = book.running_R
+    swapped_R, moved = jnp.zeros(ran_R.shape, bool), jnp.int32(0)
     if decodes:
         tokens_B = books.seated(book).astype(jnp.int32)
     else:
-        book, memory, tokens_B = _make_room(book, memory, grants(book, memory, limits))
+        tokens_B = grants(book, memory, limits)
+        book, memory, tokens_B, swapped_R, moved = _make_room(book, memory, limits, tokens_B)
     memory, copies, _ = memory.reserve(tokens_B, most_tokens=1 if decodes else None)
     preempted_R = ran_R & ~book.running_R
 
     def judge(book: Book, memory: Rows, tokens_B: jax.Array) -> Head:
-        waits_R = _waits(book, arrived_R)
-        return _judge(
-            book,
-            memory,
-            limits,
-            waits_R,
-            tokens_B,
-            preempted_R.any(),
-            demand=0,
-            stored_B=memory.length_B,
+        waits_R, preempted = admission.waits(book, arrived_R), preempted_R.any()
+        return admission.judge(
+            book, memory, limits, waits_R, tokens_B, preempted, demand=0, stored_B=memory.length_B
         )
 
     def admit(carry: tuple) -> tuple:
-        book, memory, tokens_B, found_R, head = carry
-        book = books.seat(book, head.request)
-        row_B = jnp.arange(len(tokens_B))
-        leads_B = (book.owner_B == head.request) & (book.leader_B() == row_B)
-        memory = memory.adopt(jnp.argmax(leads_B), head.block_M, head.hits)
-        new_B = jnp.where(leads_B, head.tokens, 0)
-        memory, _, _ = memory.reserve(new_B)
-        tokens_B += new_B
-        found_R = found_R.at[head.request].set(head.hits * memory.block_size)
-        return book, memory, tokens_B, found_R, judge(book, memory, tokens_B)
+        book, memory, copies, step, head = carry
+        book, memory, copies, step = _admit(book, memory, copies, step, head)
+        return book, memory, copies, step, judge(book, memory, step.tokens_B)
 
-    found_R = jnp.zeros(ran_R.shape, jnp.int32)
-    carry = (book, memory, tokens_B, found_R, judge(book, memory, tokens_B))
+    head = judge(book, memory, tokens_B)
+    step = Step(
+        tokens_B=tokens_B,
+        admitted_R=jnp.zeros(ran_R.shape, bool),
+        preempted_R=preempted_R,
+        swapped_R=swapped_R,
+        moved=moved,
+        found_R=jnp.zeros(ran_R.shape, jnp.int32),
+        verdict=head.verdict,
+    )
+    carry = (book, memory, copies, step, head)
     if not decodes:
         carry = lax.while_loop(lambda carry: carry[-1].verdict == policy.ADMITTED, admit, carry)
-    book, memory, tokens_B, found_R, head = carry
-    admitted_R = book.running_R & ~ran_R
-    return book, memory, copies, Step(tokens_B, admitted_R, preempted_R, found_R, head.verdict)
+    book, memory, copies, step, head = carry
+    return book, memory, copies, step.replace(verdict=head.verdict)
+
+
+def _admit(
+    book: Book, memory: Rows, copies: Copies, step: Step, head: Head
+) -> tuple[Book, Rows, Copies, Step]:
+    """The head of the queue takes its seats, with room for what it computes in this step."""
+    request = head.request
+    book = books.seat(book, request)
+    row_F = books.rows_of(book, request)
+    memory = memory.adopt(row_F.min(), head.block_M, head.hits)
+    moved = jnp.int32(0)
+    if memory.host is not None:
+        from_F = books.host_rows_of(book, request)
+        back_F = jnp.where(head.swapped, row_F, len(book.owner_B))
+        memory = when(head.swapped, lambda memory: memory.swap_in(from_F, row_F), memory)
+        moved = memory.blocks(back_F)
+    tokens_B = jnp.zeros_like(step.tokens_B).at[row_F].set(head.tokens_F, mode="drop")
+    memory, made, _ = memory.reserve(tokens_B)
+    made_B = made.target_C < memory.table.pool.none
+    copies = jax.tree.map(lambda new, old: jnp.where(made_B, new, old), made, copies)
+    step = step.replace(
+        tokens_B=step.tokens_B + tokens_B,
+        admitted_R=step.admitted_R.at[request].set(True),
+        swapped_R=step.swapped_R.at[request].set(head.swapped),
+        moved=step.moved + moved,
+        found_R=step.found_R.at[request].set(head.hits * memory.block_size),
+    )
+    return book, memory, copies, step
 
 
 def only_decodes(
@@ -131,11 +148,11 @@ def only_decodes(
     wanted_B = targets(book, memory) - memory.length_B
     seated_B = books.seated(book)
     demand = memory.demand(wanted_B)
-    head = _judge(
+    head = admission.judge(
         book,
         memory,
         limits,
-        _waits(book, arrived_R),
+        admission.waits(book, arrived_R),
         wanted_B,
         jnp.bool_(False),
         demand=demand,
@@ -150,15 +167,11 @@ def only_decodes(
 def grants(book: Book, memory: Rows, limits: policy.Limits) -> jax.Array:
     """Tokens that each row computes in the next step if all that runs stays, [B]."""
     wanted_B = targets(book, memory) - memory.length_B
-    decodes_B = wanted_B == 1
-    left = limits.tokens - decodes_B.sum(dtype=jnp.int32)
 
     def cut(wanted_B: jax.Array) -> jax.Array:
-        longer_B = jnp.where(decodes_B, 0, wanted_B)
         order_B = jnp.argsort(jnp.append(book.rank_R, MOST)[book.owner_B], stable=True)
-        ordered_B = longer_B[order_B]
-        before_B = jnp.zeros_like(longer_B).at[order_B].set(jnp.cumsum(ordered_B) - ordered_B)
-        return jnp.where(decodes_B, 1, policy.share(limits, longer_B, before_B, left))
+        ordered_B = policy.divide(limits, wanted_B[order_B], limits.tokens)
+        return jnp.zeros_like(wanted_B).at[order_B].set(ordered_B)
 
     return lax.cond((wanted_B > 1).any(), cut, lambda wanted_B: wanted_B, wanted_B)
 
@@ -218,7 +231,7 @@ def finish(
         book.token_RT,
         jnp.append(book.salt_R, 0)[book.owner_B],
         book.owner_B,
-        step.tokens_B,
+        _fresh(book, memory, step),
         book.known_B() if alone else book.prompt_B(),
     )
     if not decodes:
@@ -243,6 +256,15 @@ def finish(
     return books.close(book), memory, ended_B
 
 
+def _fresh(book: Book, memory: Rows, step: Step) -> jax.Array:
+    """Last tokens of each row that a prefix cache does not know of, [B]: new ones, and all of a
+    row that came back from host memory."""
+    if memory.host is None:
+        return step.tokens_B
+    back_R = jnp.append(step.swapped_R & step.admitted_R, False)
+    return jnp.where(back_R[book.owner_B], memory.length_B, step.tokens_B)
+
+
 def _fork(book: Book, memory: Rows) -> Rows:
     """Samples whose prompt their leader has stored share it."""
     follows_B, leader_B = books.follows(book, memory)
@@ -255,82 +277,39 @@ def stop(book: Book, memory: Rows, stopped_RF: jax.Array) -> tuple[Book, Rows]:
     """Between two steps: the marked samples end, whether they run or wait."""
     rows_B = stopped_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=False)
     book, memory = books.vacate(book.replace(live_RF=book.live_RF & ~stopped_RF), memory, rows_B)
+    memory = memory.forget(stopped_RF.ravel())
     return books.close(book), memory
 
 
-def _waits(book: Book, arrived_R: jax.Array | None) -> jax.Array:
-    waits_R = ~book.running_R & (book.rank_R < MOST)
-    return waits_R if arrived_R is None else waits_R & arrived_R
+def _make_room(
+    book: Book, memory: Rows, limits: policy.Limits, tokens_B: jax.Array
+) -> tuple[Book, Rows, jax.Array, jax.Array, jax.Array]:
+    """Who stays has room for its grant; the last in the order of service go first.
 
+    Returns ``(book', memory', tokens_B', swapped_R, moved)``: what is granted then, who of those
+    who left waits in host memory, and how many blocks went there.
+    """
 
-def _make_room(book: Book, memory: Rows, tokens_B: jax.Array) -> tuple[Book, Rows, jax.Array]:
-    """Who stays has room for its grant; the last in the order of service go first."""
-
-    def crowded(carry: tuple[Book, Rows, jax.Array]) -> jax.Array:
-        book, memory, tokens_B = carry
+    def crowded(carry: tuple) -> jax.Array:
+        book, memory, tokens_B, *_ = carry
         demand = memory.demand(tokens_B)
         return book.running_R.any() & ~policy.may_grow(demand, memory.room)
 
-    def preempt(carry: tuple[Book, Rows, jax.Array]) -> tuple[Book, Rows, jax.Array]:
-        book, memory, tokens_B = carry
+    def preempt(carry: tuple) -> tuple:
+        book, memory, tokens_B, swapped_R, moved = carry
         victim = jnp.argmax(jnp.where(book.running_R, book.rank_R, -1))
+        if memory.host is not None:
+            row_F, to_F = books.rows_of(book, victim), books.host_rows_of(book, victim)
+            sequences = (row_F < len(book.owner_B)).sum(dtype=jnp.int32)
+            blocks = memory.blocks(row_F)
+            swaps = policy.swaps(limits, sequences=sequences, blocks=blocks, room=memory.host_room)
+            memory = when(swaps, lambda memory: memory.swap_out(row_F, to_F), memory)
+            swapped_R = swapped_R.at[victim].set(swaps)
+            moved += jnp.where(swaps, blocks, 0)
         leaves_B = book.owner_B == victim
         book, memory = books.vacate(book, memory, leaves_B)
         book = book.replace(running_R=book.running_R.at[victim].set(False))
-        return book, memory, jnp.where(leaves_B, 0, tokens_B)
+        return book, memory, jnp.where(leaves_B, 0, tokens_B), swapped_R, moved
 
-    return lax.while_loop(crowded, preempt, (book, memory, tokens_B))
-
-
-def _judge(
-    book: Book,
-    memory: Rows,
-    limits: policy.Limits,
-    waits_R: jax.Array,
-    tokens_B: jax.Array,
-    preempted: jax.Array,
-    *,
-    demand: jax.Array | int,
-    stored_B: jax.Array,
-) -> Head:
-    """The head of the queue, and the verdict on it.
-
-    ``demand``: blocks that ``tokens_B`` are yet to take; ``stored_B``: tokens that rows have room
-    for then. What admitted prompts have yet to store counts as taken.
-    """
-    head = jnp.argmin(jnp.where(waits_R, book.rank_R, MOST)).astype(jnp.int32)
-    prompt, live_F, drawn_F = book.prompt_R[head], book.live_RF[head], book.drawn_RF[head]
-    size, live = memory.block_size, live_F.sum(dtype=jnp.int32)
-    own_F = jnp.where(live_F, blocks_of(prompt + drawn_F, size) - prompt // size, 0)
-    fresh = (drawn_F == 0).all()
-    need = jnp.where(fresh, blocks_of(prompt, size), prompt // size + own_F.sum(dtype=jnp.int32))
-    target = jnp.where(live == 1, prompt + jnp.max(drawn_F, where=live_F, initial=0), prompt)
-    known = target if live_F.shape[0] == 1 else prompt
-    # Nobody waits: nothing is looked up.
-    block_M, hits = memory.match(
-        book.token_RT[head], jnp.where(waits_R.any(), known, 0), book.salt_R[head]
-    )
-    tokens = policy.share(
-        limits, target - hits * size, tokens_B.sum(dtype=jnp.int32), limits.tokens
-    )
-    rows = book.owner_B.shape[0]
-    verdict = policy.judge(
-        limits.replace(rows=jnp.minimum(limits.rows, rows)),
-        waiting=waits_R.any(),
-        need=need + memory.extra_need(block_M, hits),
-        free=memory.room - demand - _outstanding(book, memory, stored_B),
-        rows=live,
-        running=books.seated(book).sum(dtype=jnp.int32),
-        preempted=preempted,
-        granted=tokens,
-    )
-    return Head(head, tokens, block_M, hits, verdict)
-
-
-def _outstanding(book: Book, memory: Rows, stored_B: jax.Array) -> jax.Array:
-    """Blocks that rows with room for ``stored_B`` tokens have yet to take for what they know."""
-    follows_B, _ = books.follows(book, memory)
-    known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.block_size
-    has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
-    gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
-    return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)
+    nothing = jnp.zeros(book.running_R.shape, bool), jnp.int32(0)
+    return lax.while_loop(crowded, preempt, (book, memory, tokens_B, *nothing))

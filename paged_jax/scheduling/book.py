@@ -63,6 +63,20 @@ def create(*, requests: int, samples: int, rows: int, tokens: int = 1) -> Book:
     )
 
 
+def rows_of(book: Book, request: jax.Array) -> jax.Array:
+    """The row of each of a request's samples, [F]; B for those that have none."""
+    rows, samples = book.owner_B.shape[0], book.live_RF.shape[1]
+    sample_B = jnp.where(book.owner_B == request, book.sample_B, samples)
+    row_B = jnp.arange(rows, dtype=jnp.int32)
+    return jnp.full(samples, rows, jnp.int32).at[sample_B].set(row_B, mode="drop")
+
+
+def host_rows_of(book: Book, request: jax.Array) -> jax.Array:
+    """The row that each of a request's samples has in host memory, [F]."""
+    samples = book.live_RF.shape[1]
+    return request * samples + jnp.arange(samples, dtype=jnp.int32)
+
+
 def seated(book: Book) -> jax.Array:
     """Rows that are somebody's, [B] bool."""
     return book.owner_B < book.rank_R.shape[0]

@@ -1,9 +1,10 @@
 """What an engine runs on its device: a planned step with any mix of rows, or many decode steps.
 
-``plan`` schedules one step and makes room; the host then packs that step's tokens and ``compute``
-runs them through the model. ``decode`` does all of it on the device, step after step, for as long
-as every row decodes and nobody comes or goes (``batching.only_decodes``), so nothing inside talks
-to the host. All take the same decisions, those of ``batching``.
+``plan`` schedules one step and makes room; the host then moves blocks to or from its own memory
+(``fetch``, ``put``), packs that step's tokens, and ``compute`` runs them through the model.
+``decode`` does all of it on the device, step after step, for as long as every row decodes and
+nobody comes or goes (``batching.only_decodes``), so nothing inside talks to the host. All take the
+same decisions, those of ``batching``.
 
 Weights, batch and limits are arguments, the batch is donated. One program serves all batches of the
 same sizes.
@@ -25,6 +26,8 @@ from paged_jax.decoding import sampling
 from paged_jax.decoding.caches import Cache
 from paged_jax.decoding.sampling import Samplers, Uses
 from paged_jax.memory import block_table
+from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.kv_cache import KVCache
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling.batching import Step
@@ -59,7 +62,9 @@ class Planned(flax.struct.PyTreeNode):
     step: Step
     owner_B: jax.Array  # i32
     sample_B: jax.Array  # i32
+    copies: Copies  # to be made when blocks have moved
     moment: Moment
+    host: Moment | None  # of the rows in host memory
 
 
 class Drawn(flax.struct.PyTreeNode):
@@ -72,11 +77,17 @@ class Drawn(flax.struct.PyTreeNode):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("requests", "samples", "ends"), donate_argnames="cache"
+    jax.jit, static_argnames=("requests", "samples", "ends", "swap_blocks"), donate_argnames="cache"
 )
-def create(cache: Cache, *, requests: int, samples: int, ends: int) -> Batch:
-    """No requests over an empty cache; rows have room for ``ends`` tokens that end them."""
+def create(cache: Cache, *, requests: int, samples: int, ends: int, swap_blocks: int = 0) -> Batch:
+    """No requests over an empty cache; rows have room for ``ends`` tokens that end them.
+
+    ``swap_blocks``: of host memory, 0 for none.
+    """
     rows, cells = cache.table.table_BM.shape
+    if swap_blocks:
+        held = cache.rows.with_host(rows=requests * samples, blocks=swap_blocks)
+        cache = cache.replace(rows=held)
     tokens = 1 if cache.rows.prefix is None else cells * cache.table.block_size
     return Batch(
         book=books.create(requests=requests, samples=samples, rows=rows, tokens=tokens),
@@ -151,10 +162,33 @@ def stop(batch: Batch, stopped_RF: jax.Array) -> Batch:
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def plan(batch: Batch, limits: policy.Limits) -> tuple[Batch, Planned]:
-    """Schedules a step and makes room for it."""
-    batch, step = _advance(batch, limits, decodes=False)
-    book = batch.book
-    return batch, Planned(step, book.owner_B, book.sample_B, _moment(batch.cache, step))
+    """Schedules a step and makes room for it; no block is written yet."""
+    batch, copies, step = _advance(batch, limits, decodes=False)
+    book, host = batch.book, batch.cache.rows.host
+    return batch, Planned(
+        step=step,
+        owner_B=book.owner_B,
+        sample_B=book.sample_B,
+        copies=copies,
+        moment=_moment(batch.cache, copies, step),
+        host=None if host is None else _held(host.table),
+    )
+
+
+@jax.jit
+def fetch(batch: Batch, block_C: jax.Array) -> Any:
+    """The bytes of blocks, for the host."""
+    kv = batch.cache.kv
+    assert isinstance(kv, KVCache), "rows of a dense cache are not swapped"
+    return kv.read(block_C)
+
+
+@functools.partial(jax.jit, donate_argnames="batch")
+def put(batch: Batch, block_C: jax.Array, values: Any) -> Batch:
+    """Bytes from the host in blocks; past the last one: nowhere."""
+    kv = batch.cache.kv
+    assert isinstance(kv, KVCache), "rows of a dense cache are not swapped"
+    return batch.replace(cache=batch.cache.replace(kv=kv.put(block_C, values)))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "uses"), donate_argnames="batch")
@@ -163,16 +197,19 @@ def compute(
     weights: Any,
     batch: Batch,
     step: Step,
+    copies: Copies,
     token_T: jax.Array,
     start_P: jax.Array,
     *,
     uses: Uses,
 ) -> tuple[Batch, jax.Array, jax.Array]:
-    """Runs a planned step: stores its packed tokens, cut into rows at ``start_P``, and draws.
+    """Runs a planned step: makes its copies, stores its packed tokens, cut into rows at
+    ``start_P``, and draws.
 
     Returns the batch, and what each row drew and its log probability, [B]; -1 for nothing.
     """
     queries = token_T.shape[0]
+    batch = batch.replace(cache=batch.cache.copy(copies))
     view, position_T = batch.cache.view(step.tokens_B > 0, start_P, queries)
     model = nnx.merge(graphdef, weights)
     hidden_TE, view = model(token_T, position_T, view)
@@ -206,8 +243,9 @@ def decode(
 
     def one_step(carry: tuple[Batch, Drawn]) -> tuple[Batch, Drawn]:
         batch, drawn = carry
-        batch, step = _advance(batch, limits, decodes=True)
-        moment = _moment(batch.cache, step)
+        batch, copies, step = _advance(batch, limits, decodes=True)
+        moment = _moment(batch.cache, copies, step)
+        batch = batch.replace(cache=batch.cache.copy(copies))
         view, position_B = batch.cache.view(step.tokens_B > 0, None, rows)
         model = model_of(weights)
         hidden_BE, view = model(batch.token_B, position_B, view)
@@ -260,25 +298,35 @@ def sizes(most: int) -> list[int]:
     return [size for size in powers if size < most] + [most]
 
 
-def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Batch, Step]:
+def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Batch, Copies, Step]:
     book, rows, copies, step = batching.advance(
         batch.book,
         batch.cache.rows,
         limits,
         decodes=decodes,
     )
-    return batch.replace(book=book, cache=batch.cache.replace(rows=rows).copy(copies)), step
+    return batch.replace(book=book, cache=batch.cache.replace(rows=rows)), copies, step
 
 
-def _moment(cache: Cache, step: Step) -> Moment:
-    table = cache.table
+def _moment(cache: Cache, copies: Copies, step: Step) -> Moment:
+    """The moment of a step whose copies are yet to be made."""
+    return _held(cache.table).replace(
+        used=cache.table.pool.used - cache.rows.idle,
+        idle=cache.rows.idle,
+        copies=cache.copies + cache.count(copies),
+        short=step.verdict == policy.SHORT,
+    )
+
+
+def _held(table: BlockTable) -> Moment:
+    """What rows hold."""
     return Moment(
         length_B=table.length_B,
         tail_B=block_table.last_block(table, table.length_B > 0),
-        used=table.pool.used - cache.rows.idle,
-        idle=cache.rows.idle,
-        copies=cache.copies,
-        short=step.verdict == policy.SHORT,
+        used=table.pool.used,
+        idle=jnp.int32(0),
+        copies=jnp.int32(0),
+        short=jnp.bool_(False),
     )
 
 

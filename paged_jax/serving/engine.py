@@ -3,8 +3,9 @@
 The host keeps what the device cannot know (texts, who is who), enters requests into the device's
 slots in order of service, and looks at the device once a dispatch: after one step that computes
 prompts, or after many that only decode. Who runs, waits or is preempted is decided on the device by
-``scheduling.batching``; a preempted request recomputes its tokens and goes on as if nothing had
-been. Samples of a request share its prompt's blocks and copy the partial last one when they write.
+``scheduling.batching``; a preempted request recomputes its tokens, or gets them back from host
+memory, and goes on as if nothing had been. Samples of a request share its prompt's blocks and copy
+the partial last one when they write.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import prefix_hits
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
+from paged_jax.scheduling.batching import Step
 from paged_jax.serving import dispatch, settings
 from paged_jax.serving.device_reads import DeviceReads
+from paged_jax.serving.host_memory import HostMemory
 from paged_jax.serving.memory_log import MemoryLog
 from paged_jax.serving.requests import Request, Sequence
 
@@ -42,11 +45,12 @@ class Engine:
         self.config = settings.fit_config(config, model)
         self._end_ids = model.end_ids
         self._vocabulary = model.config.vocabulary
-        self._graphdef, self._weights = nnx.split(model.decoder)
+        self._model = nnx.split(model.decoder)  # its graph and its weights
         self._limits = policy.limits(
             rows=self.config.rows,
             tokens=self.config.step_tokens,
             chunked=self.config.chunked_prefill,
+            swapped=self.config.swap_sequences,
         )
         # Those that run, and as many that wait: the device always sees the head of the queue.
         slots = 2 * self.config.rows
@@ -56,6 +60,7 @@ class Engine:
             requests=slots,
             samples=samples,
             ends=settings.ENDS,
+            swap_blocks=self.config.swap_blocks,
         )
         self._queue: list[Request] = []
         self._numbers = itertools.count()
@@ -63,7 +68,10 @@ class Engine:
         self._uses = sampling.Uses()
         self._calm = False  # whether the next steps may only decode, as far as the host knows
         self.reads = DeviceReads()
-        self.preemptions = 0
+        self._host = None
+        if self.config.swap_blocks:
+            self._host = HostMemory(self._batch, self.config.swap_blocks, self.reads)
+        self.preemptions = self.swaps = 0  # of those preempted, swapped
         nothing = jax.tree.map(np.asarray, prefix_hits.zero())
         self.hits = {"new": nothing, "resumed": nothing}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
@@ -115,8 +123,10 @@ class Engine:
         for size in dispatch.sizes(self._most_tokens):
             packed = np.zeros(size, np.int32), np.zeros(self.config.rows + 1, np.int32)
             self._batch, *_ = dispatch.compute(
-                self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
+                *self._model, self._batch, planned.step, planned.copies, *packed, uses=self._uses
             )
+        if self._host:
+            self._batch = self._host.warm(self._batch)
         self._batch = dispatch.stop(self._batch, np.zeros(self._batch.book.live_RF.shape, bool))
 
     @property
@@ -246,7 +256,7 @@ class Engine:
 
     def _decode_arguments(self) -> tuple[Any, ...]:
         steps = np.int32(self.config.dispatch_steps)
-        return self._graphdef, self._weights, self._batch, self._limits, steps
+        return *self._model, self._batch, self._limits, steps
 
     def _compute(self) -> list[Request]:
         """One step with any mix of rows."""
@@ -254,6 +264,8 @@ class Engine:
         self._calm = True
         found = self.reads(planned)
         self.preemptions += int(found.step.preempted_R.sum())
+        if found.step.moved:
+            self._swap(found.step)
         for slot in np.flatnonzero(found.step.admitted_R):
             self._count_hit(self._slots[slot], int(found.step.found_R[slot]))
         self._seat(found)
@@ -266,9 +278,22 @@ class Engine:
         assert tokens_of, "somebody is served in every step"
         packed = dispatch.pack(tokens_of, self.config.rows, self._most_tokens)
         self._batch, token_B, logprob_B = dispatch.compute(
-            self._graphdef, self._weights, self._batch, planned.step, *packed, uses=self._uses
+            *self._model, self._batch, planned.step, planned.copies, *packed, uses=self._uses
         )
         return self._collect(*self.reads((token_B, logprob_B)))
+
+    def _swap(self, step: Step) -> None:
+        """Moves the blocks of requests that go to host memory, or come back."""
+        assert self._host is not None, "somebody is swapped"
+        samples = self._batch.book.live_RF.shape[1]
+        out_R, in_R = step.swapped_R & step.preempted_R, step.swapped_R & step.admitted_R
+        self._batch = self._host.move(
+            self._batch, np.repeat(out_R, samples), np.repeat(in_R, samples)
+        )
+        self.swaps += int(out_R.sum())
+        for slot, request in enumerate(self._slots):
+            if request is not None and step.swapped_R[slot]:
+                request.swapped = bool(out_R[slot])
 
     def _count_hit(self, request: Request | None, found: int) -> None:
         """Counts what a request found in the prefix cache, apart for those that come back."""

@@ -34,11 +34,14 @@ class Request:
     salt: int = 0  # of its tenant: prefix hits stay among requests of one
     number: int = 0  # in the order of arrival
     looked_up: bool = False  # in the prefix cache, at an admission before
+    swapped: bool = False  # it waits in host memory
 
     @property
     def begun(self) -> bool:
-        """Whether a sequence has drawn, or ended before it did."""
-        return any(sequence.token_ids or sequence.finish_reason for sequence in self.sequences)
+        """Whether a sequence has drawn, or ended before it did, or is kept in host memory."""
+        return self.swapped or any(
+            sequence.token_ids or sequence.finish_reason for sequence in self.sequences
+        )
 
     @property
     def finished(self) -> bool:

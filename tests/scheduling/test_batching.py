@@ -11,7 +11,7 @@ import pytest
 
 from experiments.replay_check import compare
 from paged_jax.memory import block_table, rows
-from paged_jax.scheduling import batching, policy
+from paged_jax.scheduling import admission, batching, policy
 from paged_jax.scheduling import book as books
 from tests.support.list_batching import ListBatching
 
@@ -53,16 +53,32 @@ def step_of(book, memory, limits, arrived_R):
     draws_B, _ = batching.draws(seated, held, step)
     nothing_B = jnp.zeros(ROWS, jnp.int32)
     book, memory, _ = batching.finish(seated, held, step, draws_B, nothing_B, nothing_B > 0)
-    return book, memory, (seated, held.table, step, draws_B, calm, crowded)
+    return book, memory, (seated, held, step, draws_B, calm, crowded)
 
 
 one_step = jax.jit(step_of)
 
 
-def differences(requests, *, blocks, size, budget, chunked, watermark=0.0, step=one_step):
+def differences(
+    requests,
+    *,
+    blocks,
+    size,
+    budget,
+    chunked,
+    watermark=0.0,
+    host=0,
+    swapped=1,
+    step=one_step,
+):
     """The first way in which the arrays differ from the lists, and what the run went through."""
     limits = policy.limits(
-        rows=ROWS, blocks=blocks, tokens=min(budget, 2**30), chunked=chunked, watermark=watermark
+        rows=ROWS,
+        blocks=blocks,
+        tokens=min(budget, 2**30),
+        chunked=chunked,
+        watermark=watermark,
+        swapped=swapped,
     )
     lists = ListBatching(
         requests,
@@ -72,28 +88,36 @@ def differences(requests, *, blocks, size, budget, chunked, watermark=0.0, step=
         budget=budget,
         chunked=chunked,
         watermark=int(watermark * (blocks + 1)),
+        host=host,
+        swapped=swapped,
     )
     book = book_of(requests)
     memory = rows.create(rows=ROWS, blocks=blocks, block_size=size, blocks_per_row=-(-40 // size))
+    if host:
+        memory = memory.with_host(rows=len(lists.drawn), blocks=host)
     arrival_R = jnp.array([arrival for arrival, _, _ in requests])
-    seen = {"preempted": 0, "chunks": 0, "calm": 0}
+    seen = {"preempted": 0, "chunks": 0, "calm": 0, "swapped": 0}
     for now in range(STEPS):
         if len(lists.ended) == len(lists.drawn):
-            faults = block_table.faults(memory.table)
-            left = int(memory.table.pool.used)
+            tables = [memory.table, *([memory.host.table] if memory.host else [])]
+            faults = [fault for table in tables for fault in block_table.faults(table)]
+            left = sum(int(table.pool.used) for table in tables)
             return (faults or left or None), seen
         expected = lists.step()
         book, memory, found = step(book, memory, limits, arrival_R <= now)
         if difference := _compare(expected, found, requests):
             return f"step {now}: {difference}", seen
         seen["preempted"] += len(expected["preempted"])
+        seen["swapped"] += len(expected["swapped"])
         seen["chunks"] += sum(tokens > 1 for tokens in expected["granted"].values())
         seen["calm"] += bool(found[4])
     return "requests are left", seen
 
 
 def _compare(expected, found, requests):
-    seated, table, step, draws_B, calm, crowded = jax.tree.map(np.asarray, found)
+    seated, memory, step, draws_B, calm, crowded = jax.tree.map(np.asarray, found)
+    table, samples = memory.table, len(requests[0][2])
+    host_length_Z = memory.host.table.length_B if memory.host else ()
     seats = [
         (row, (int(r), int(f)))
         for row, (r, f) in enumerate(zip(seated.owner_B, seated.sample_B, strict=True))
@@ -107,6 +131,11 @@ def _compare(expected, found, requests):
         "granted": {key: int(step.tokens_B[row]) for row, key in seats if step.tokens_B[row]},
         "admitted": np.flatnonzero(step.admitted_R).tolist(),
         "preempted": np.flatnonzero(step.preempted_R).tolist(),
+        "swapped": np.flatnonzero(step.swapped_R).tolist(),
+        "moved": int(step.moved),
+        "host": {
+            divmod(row, samples): int(length) for row, length in enumerate(host_length_Z) if length
+        },
         "short": bool(step.verdict == policy.SHORT),
         "drew": sorted(key for row, key in seats if draws_B[row]),
     }
@@ -127,16 +156,22 @@ def _compare(expected, found, requests):
     return compare(tables, [expected["tables"][key] for _, key in held], table.pool.refcount_N)
 
 
+@pytest.mark.parametrize("host", [0, 24])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_steps_equal_lists(name: str, samples: int) -> None:
-    total = dict.fromkeys(("preempted", "chunks", "calm"), 0)
+def test_steps_equal_lists(name: str, samples: int, host: int) -> None:
+    """With host memory too small for everybody, and requests of which some recompute."""
+    total = {
+        key: 0 for key in ("preempted", "chunks", "calm", "swapped") if host or key != "swapped"
+    }
     for seed in range(6):
         blocks, size = POOLS[samples][seed % 2]
         requests = requests_of(seed, samples)
-        difference, seen = differences(requests, blocks=blocks, size=size, **CASES[name])
+        settings = {**CASES[name], "host": host, "swapped": 1 + seed % samples}
+        difference, seen = differences(requests, blocks=blocks, size=size, **settings)
         assert difference is None, (seed, difference)
         total = {key: count + seen[key] for key, count in total.items()}
+        assert host or not seen["swapped"]
     assert all(total.values()), total
 
 
@@ -201,7 +236,7 @@ def test_a_seeded_fault_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str, cas
     elif fault == "newest":
         monkeypatch.setattr(jnp, "argmin", jnp.argmax)
     else:
-        monkeypatch.setattr(batching, "_outstanding", lambda *_: jnp.int32(0))
+        monkeypatch.setattr(admission, "_outstanding", lambda *_: jnp.int32(0))
     fresh = jax.jit(lambda *state: step_of(*state))  # traces are kept by function
     for seed in range(20):
         blocks, size = POOLS[3][seed % 2]

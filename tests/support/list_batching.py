@@ -20,7 +20,9 @@ class Sample:
 class ListBatching:
     """Serves requests given as ``(arrival, prompt, [output of each sample])``."""
 
-    def __init__(self, requests, *, blocks, size, rows, budget, chunked, watermark=0):
+    def __init__(
+        self, requests, *, blocks, size, rows, budget, chunked, watermark=0, host=0, swapped=1
+    ):
         self.requests, self.size, self.rows = requests, size, rows
         self.budget, self.chunked, self.watermark = budget, chunked, watermark
         self.free = list(range(blocks))
@@ -29,6 +31,8 @@ class ListBatching:
         }
         self.ended: set[tuple[int, int]] = set()
         self.running: dict[int, dict[int, Sample]] = {}
+        self.host_free, self.swapped = list(range(host)), swapped
+        self.away: dict[int, dict[int, Sample]] = {}  # in host memory, with blocks of its pool
         self.now = 0
 
     def live(self, request):
@@ -45,9 +49,9 @@ class ListBatching:
     def blocks_for(self, tokens):
         return -(-tokens // self.size)
 
-    def wanted(self, request, sample):
+    def wanted(self, request, sample, rows=None):
         """Tokens that a sample has yet to compute: the others wait for the first one's prompt."""
-        rows = self.running[request]
+        rows = rows or self.running[request]
         first = min(rows)
         waiting = [f for f in rows if f != first and not rows[f].stored]
         if sample in waiting:
@@ -67,16 +71,47 @@ class ListBatching:
                     granted[key] = 0
         return granted
 
-    def demand(self, granted):
+    def demand(self, granted, running=None, held=None):
         """Blocks that the grants take, by trying them all."""
-        held, count = self.held(), 0
+        running, held, count = running or self.running, held or self.held(), 0
         for (request, f), tokens in granted.items():
-            one = self.running[request][f]
+            one = running[request][f]
             if tokens and one.stored % self.size and held[one.blocks[-1]] > 1:
                 held[one.blocks[-1]] -= 1
                 count += 1
             count += self.blocks_for(one.stored + tokens) - self.blocks_for(one.stored)
         return count
+
+    def move(self, rows, free):
+        """The same rows over another pool's blocks, shared as they are here."""
+        places: dict[int, int] = {}
+        moved = {}
+        for f in sorted(rows):
+            moved[f] = Sample()
+            moved[f].stored = rows[f].stored
+            for block in rows[f].blocks:
+                if block not in places:
+                    places[block] = free.pop(0)
+                moved[f].blocks.append(places[block])
+        return moved, len(places)
+
+    def preempt(self, victim):
+        """Empties a request's rows; how many blocks went to host memory."""
+        rows, moved = self.running[victim], 0
+        blocks = {block for one in rows.values() for block in one.blocks}
+        if len(rows) >= self.swapped and 0 < len(blocks) <= len(self.host_free):
+            self.away[victim], moved = self.move(rows, self.host_free)
+        for one in rows.values():
+            self.drop(one)
+        del self.running[victim]
+        return moved
+
+    def come_back(self, request):
+        """A request's rows leave host memory; how many blocks that moves."""
+        rows = self.away.pop(request)
+        self.running[request], moved = self.move(rows, self.free)
+        self.host_free += {block for one in rows.values() for block in one.blocks}
+        return moved
 
     def store(self, one, tokens, held):
         if tokens and one.stored % self.size and held[one.blocks[-1]] > 1:
@@ -92,14 +127,13 @@ class ListBatching:
         self.free += [block for block in reversed(blocks) if not held[block]]
 
     def step(self):
-        granted, preempted, admitted = self.grants(), [], []
+        granted, preempted, admitted, moved = self.grants(), [], [], 0
         while self.running and self.demand(granted) > len(self.free):
             victim = max(self.running)
-            for f in self.running[victim]:
-                self.drop(self.running[victim][f])
-                granted.pop((victim, f), None)
-            del self.running[victim]
+            granted = {key: tokens for key, tokens in granted.items() if key[0] != victim}
+            moved += self.preempt(victim)
             preempted.append(victim)
+        gone = [request for request in preempted if request in self.away]
         held = self.held()
         for (request, f), tokens in granted.items():
             self.store(self.running[request][f], tokens, held)
@@ -110,17 +144,28 @@ class ListBatching:
             if why:
                 break
             admitted.append(head)
-            rows = {f: Sample() for f in self.live(head)}
-            self.running[head] = rows
-            first = min(rows)
-            tokens = min(self.wanted(head, first), self.budget - sum(granted.values()))
-            granted[head, first] = tokens
-            self.store(rows[first], tokens, Counter())
+            left = self.budget - sum(granted.values())
+            if head in self.away:
+                gone.append(head)
+                moved += self.come_back(head)
+            else:
+                self.running[head] = {f: Sample() for f in self.live(head)}
+            for f, tokens in self.shares(head, self.running[head], left).items():
+                granted[head, f] = tokens
+                self.store(self.running[head][f], tokens, self.held())
         record = {
             "granted": {key: tokens for key, tokens in granted.items() if tokens},
             "admitted": admitted,
             "preempted": sorted(preempted),
             "short": short,
+            "swapped": sorted(gone),
+            "moved": moved,
+            "host": {
+                (r, f): one.stored
+                for r, rows in self.away.items()
+                for f, one in rows.items()
+                if one.stored
+            },
             "tables": {
                 (r, f): list(one.blocks)
                 for r, rows in self.running.items()
@@ -144,18 +189,39 @@ class ListBatching:
         live = self.live(head)
         if sum(map(len, self.running.values())) + len(live) > self.rows:
             return head, "rows"
-        goal = self.known(head, live[0]) if len(live) == 1 else prompt
+        rows = self.away.get(head) or {f: Sample() for f in live}
         left = self.budget - sum(granted.values())
-        if left <= 0 or (not self.chunked and goal > left):
+        if head in self.away and not granted:
+            left = max(left, len(live))
+        shares = self.shares(head, rows, left)
+        if not 0 < sum(shares.values()) <= left:
             return head, "budget"
         promised = sum(self.missing(r, f) for r in self.running for f in self.running[r])
-        if not any(self.drawn[head, f] for f in live):
+        wanted = {f: self.wanted(head, f, rows) for f in live}
+        if head in self.away and all(wanted.values()):
+            keep = Counter(block for one in rows.values() for block in one.blocks)
+            each = {(head, f): tokens for f, tokens in wanted.items()}
+            need = len(keep) + self.demand(each, {head: rows}, Counter(keep))
+        elif not any(self.drawn[head, f] for f in live):
             need = self.blocks_for(prompt)
         else:
             need = prompt // self.size
             need += sum(self.blocks_for(self.known(head, f)) - prompt // self.size for f in live)
         reserve = self.watermark if self.running else 0
         return head, "short" if need + promised + reserve > len(self.free) else None
+
+    def shares(self, request, rows, left):
+        """Tokens that each sample of an admitted request computes of what the budget leaves."""
+        wanted = {f: self.wanted(request, f, rows) for f in sorted(rows)}
+        shares = {f: 1 for f, count in wanted.items() if count == 1}
+        left -= len(shares)
+        for f, count in wanted.items():
+            if count > 1:
+                shares[f] = min(count, max(left, 0))
+                if not self.chunked and shares[f] < count:
+                    shares[f] = 0
+                left -= count
+        return shares
 
     def missing(self, request, f):
         """Blocks that a running sample has yet to take for what it knows."""
