@@ -142,7 +142,7 @@ def test_one_read_a_dispatch_and_no_other(unowned: list[str], dispatches: list[s
     reads = engine.reads.count - before
     assert reads == len(dispatches)
     assert dispatches == ["plan", "compute", "decode"]
-    assert len(engine.memory.moments) == 6
+    assert engine.memory.count == 6
     assert unowned == []
 
 
@@ -172,7 +172,7 @@ def test_more_reads_are_found(
         assert engine.reads.count - before > 6
     else:
         assert unowned
-        assert len(unowned) == len(engine.memory.moments)
+        assert len(unowned) == engine.memory.count
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def served(backend: str) -> list[tuple[list[int], list[float]]]:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     requests = [engine.add(prompt, greedy) for prompt in PROMPTS]
     engines.finish(engine)
-    assert len(engine.memory.moments) == 8
+    assert engine.memory.count == 8
     return [(one.sequences[0].token_ids, one.sequences[0].logprobs) for one in requests]
 
 
