@@ -64,7 +64,7 @@ class Engine:
         self._calm = False  # whether the next steps may only decode, as far as the host knows
         self.reads = DeviceReads()
         self.preemptions = 0
-        nothing = jax.tree.map(_wide, prefix_hits.zero())
+        nothing = prefix_hits.host_zero()
         self.hits = {"new": nothing, "resumed": nothing}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
 
@@ -388,11 +388,6 @@ class Engine:
 def _order(request: Request) -> tuple[int, int]:
     """What requests are served by."""
     return request.priority, request.number
-
-
-def _wide(count: jax.Array) -> np.ndarray:
-    """A count that never wraps in an engine's life."""
-    return np.asarray(count, np.float64 if count.dtype == np.float32 else np.int64)
 
 
 def _marks(places: list[int], count: int) -> np.ndarray:

@@ -205,6 +205,7 @@ def test_a_trace_compiles_few_programs_and_none_late() -> None:
     assert sizes == [1, 3]
     assert len(engines.first_compilations()) + sizes[1] - sizes[0] <= 16
     engine = engines.create()
+    kept: list[int] = []
     with engines.compilations() as names:
         requests = [
             engine.add(*one) for one in engines.random_requests(21, 60, prompt=20, output=11)
@@ -212,9 +213,13 @@ def test_a_trace_compiles_few_programs_and_none_late() -> None:
         for dispatched, _ in enumerate(engine.run()):
             if dispatched % 9 == 8:
                 engine.abort(requests[dispatched // 9 % 60])
+            kept.append(engine.memory.pending)
     assert names == []
     assert engine.preemptions
     engines.check_empty(engine)
+    engine.memory.sweep()
+    assert engine.memory.pending == 0
+    assert max(kept) < engine.memory.count / 2
 
 
 def test_a_program_for_each_number_of_requests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

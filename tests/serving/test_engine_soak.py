@@ -40,7 +40,8 @@ class Users:
                 self.aborted += 1
             sequence = request.sequences[-1]
             if sequence.token_ids and self.random.random() < 0.02:
-                self.engine.stop(request, sequence, self.random.integers(len(sequence.token_ids)))
+                tokens = int(self.random.integers(len(sequence.token_ids)))
+                self.engine.stop(request, sequence, tokens)
                 self.stopped += 1
         self.requests = [request for request in self.requests if not request.finished]
 
@@ -64,16 +65,6 @@ def sound(engine: Engine) -> None:
     assert prefix_cache.faults(rows.table, rows.prefix) == []
     assert int(rows.room) == rows.table.pool.blocks
     assert not engine.busy
-
-
-def test_the_log_forgets_what_has_ended() -> None:
-    users = Users(engines.create(), 0)
-    serve(users, 60)
-    engine = users.engine
-    engine.memory.sweep()
-    assert engine.memory.pending == 0
-    assert engine.memory.count > 60
-    sound(engine)
 
 
 def grown(engine: Engine) -> tuple[int, int, Users]:
