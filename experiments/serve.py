@@ -87,9 +87,10 @@ def main(_: list[str]) -> None:
                 arriving = timed.poisson(requests, rate, FLAGS.seed)
             result = _serve(system, arriving, rate)
             values = served.measures(result)
-            serve_output.append(FLAGS.out, rate, result)
+            first = rate == rates[0]
+            serve_output.append(FLAGS.out, rate, result, first=first)
             table.append(cell, values)
-            serve_output.report(rate, result, values, first=rate == rates[0])
+            serve_output.report(rate, result, values, first=first)
     for path in serve_figures.draw(FLAGS.out):
         print(path)
 

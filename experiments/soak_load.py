@@ -26,7 +26,7 @@ from paged_jax.scheduling.book import Book
 VOCABULARY = 50
 TEXTS, TENANTS = 4, 2  # beginnings that prompts share, and who asks
 CLASS = 2**28  # requests that one priority has room for
-MOST_PRIORITIES = 7
+MOST_PRIORITIES = MOST // CLASS
 
 
 class Chances(flax.struct.PyTreeNode):

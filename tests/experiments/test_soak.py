@@ -142,7 +142,7 @@ def test_what_is_never_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--samples=9",), "samples: expected at most 8, the rows, got 9"),
         (("--blocks=12",), "blocks: 20 prompt and 3 x 16 output tokens may need 17 blocks of 4"),
         (("--aborts=nan",), "aborts"),
-        (("--priorities=8",), "priorities"),
+        (("--priorities=5",), "priorities"),
         (("--steps=100000000",), "--steps: expected fewer than 268435456 / (2 x --rows)"),
         (("--nochunked_prefill",), "--step_tokens: without chunks a step has to take 35 tokens"),
     ],
