@@ -67,7 +67,11 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     if FLAGS.trace is None:
         raise ValueError("--trace: expected a file of requests")
-    rates = command.numbers("rate", FLAGS.rate, float, low=1e-9) if FLAGS.rate else (OWN_TIMES,)
+    rates = (
+        command.numbers("rate", FLAGS.rate, float, low=1e-9, high=1e9)
+        if FLAGS.rate
+        else (OWN_TIMES,)
+    )
     trace = workloads.open_trace(FLAGS.trace)
     system = serve_systems.from_flags()
     requests = _requests(trace, system.config.max_length)

@@ -157,6 +157,7 @@ def test_static_batching_is_slower(trace: Path, tmp_path: Path) -> None:
     [
         (("--rate=0",), "--rate: expected numbers from"),
         (("--rate=1,x",), "--rate: expected numbers from"),
+        (("--rate=inf",), "--rate: expected numbers from"),
         (("--rate=2,2",), "--rate: "),
         (("--prompt_scale=2",), "prompt_scale: expected above 0 to 1, got 2"),
         (("--step_seconds=1",), "step_seconds: no time of the trace is a step"),
