@@ -1,7 +1,8 @@
 """One way to run a command: what is wrong goes to stderr in one line, and the exit code says so.
 
-0 is success, 1 a wrong flag or a wrong input (``ValueError``, ``OSError``), 130 an interrupt. Any
-other exception is a fault of the program and keeps its traceback.
+0 is success, 1 a wrong flag or a wrong input (``ValueError``, ``OSError``, or one that no memory is
+large enough for), 130 an interrupt. Any other exception is a fault of the program and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> 
             if len(arguments) > 1:
                 raise ValueError(f"expected flags only, got {arguments[1]!r}")
             main(arguments)
-        except OSError as error:
-            return _fail(f"{error.filename}: {error.strerror}" if error.filename else f"{error}")
-        except ValueError as error:
-            return _fail(str(error))
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+            message = _message(error)
+            if message is None:
+                raise
+            return _fail(message)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
@@ -45,6 +47,16 @@ def run(main: Callable[[list[str]], None], define_flags: Callable[[], None]) -> 
 
     app.run(guarded, flags_parser=_parse)
     raise AssertionError("app.run exits")
+
+
+def _message(error: Exception) -> str | None:
+    """What is told of an error; None for a fault of the program."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    # JAX has no exception of its own for it.
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"not enough memory: {error}"
+    return None if isinstance(error, RuntimeError) else str(error)
 
 
 def choices(flag: str, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:

@@ -67,7 +67,11 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     if FLAGS.trace is None:
         raise ValueError("--trace: expected a file of requests")
-    rates = command.numbers("rate", FLAGS.rate, float, low=1e-9) if FLAGS.rate else (OWN_TIMES,)
+    rates = (
+        command.numbers("rate", FLAGS.rate, float, low=1e-9, high=1e9)
+        if FLAGS.rate
+        else (OWN_TIMES,)
+    )
     trace = workloads.open_trace(FLAGS.trace)
     system = serve_systems.from_flags()
     requests = _requests(trace, system.config.max_length)
@@ -87,9 +91,10 @@ def main(_: list[str]) -> None:
                 arriving = timed.poisson(requests, rate, FLAGS.seed)
             result = _serve(system, arriving, rate)
             values = served.measures(result)
-            serve_output.append(FLAGS.out, rate, result)
+            first = rate == rates[0]
+            serve_output.append(FLAGS.out, rate, result, first=first)
             table.append(cell, values)
-            serve_output.report(rate, result, values, first=rate == rates[0])
+            serve_output.report(rate, result, values, first=first)
     for path in serve_figures.draw(FLAGS.out):
         print(path)
 

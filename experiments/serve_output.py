@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -30,8 +31,11 @@ HEADINGS = (
 )
 
 
-def append(out: str, rate: object, result: Served) -> None:
-    """Adds the requests and the steps of a run to the files of folder ``out``."""
+def append(out: str, rate: object, result: Served, *, first: bool) -> None:
+    """Adds the requests and the steps of a run to the files of folder ``out``.
+
+    The ``first`` run begins them anew. An interrupt leaves them as they were, or with all of this.
+    """
     asked, steps = result.requests, result.steps
     columns = (
         asked.number_R,
@@ -48,11 +52,12 @@ def append(out: str, rate: object, result: Served) -> None:
         Path(out) / REQUESTS,
         REQUEST_COLUMNS,
         ((rate, *row, result.refused.get(index, "")) for index, row in enumerate(rows)),
+        first=first,
     )
     token_X = steps.slots("token") / steps.ledger_XJ.sum(axis=1)
     series = (steps.seconds_X, steps.running_X, steps.waiting_X, steps.used_X, token_X)
     moments = zip(*(column.tolist() for column in series), strict=True)
-    _write(Path(out) / STEPS, STEP_COLUMNS, ((rate, *moment) for moment in moments))
+    _write(Path(out) / STEPS, STEP_COLUMNS, ((rate, *moment) for moment in moments), first=first)
 
 
 def report(rate: object, result: Served, values: Mapping[str, float], *, first: bool) -> None:
@@ -67,13 +72,18 @@ def report(rate: object, result: Served, values: Mapping[str, float], *, first: 
         print(f"{len(result.refused)} refused, the first is request {number}: {why}")
 
 
-def _write(path: Path, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
+def _write(
+    path: Path, columns: Iterable[str], rows: Iterable[Iterable[object]], *, first: bool
+) -> None:
+    part = path.with_suffix(".part")
+    if not first:
+        shutil.copyfile(path, part)
+    with part.open("w" if first else "a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        if fresh:
+        if first:
             writer.writerow(columns)
         for row in rows:
             writer.writerow(
                 "" if isinstance(one, float) and math.isnan(one) else one for one in row
             )
+    part.replace(path)

@@ -72,7 +72,7 @@ class Engine:
         if self.config.swap_blocks:
             self._host = HostMemory(self._batch, self.config.swap_blocks, self.reads)
         self.preemptions = self.swaps = 0  # of those preempted, swapped
-        nothing = jax.tree.map(np.asarray, prefix_hits.zero())
+        nothing = prefix_hits.host_zero()
         self.hits = {"new": nothing, "resumed": nothing}  # at admissions
         self.memory = MemoryLog(self._batch.cache)
 
@@ -141,6 +141,7 @@ class Engine:
 
     def advance(self) -> list[Request]:
         """One dispatch. Returns the requests that have new tokens."""
+        self.memory.sweep()
         self._submit()
         return (self._calm and self._decode()) or self._compute()
 

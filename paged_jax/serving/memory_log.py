@@ -2,14 +2,19 @@
 
 A live engine does not know how long a row will get, so it cannot split the slots that are promised
 and empty into those that later tokens fill (reserved) and those that none will (internal). The log
-keeps each row's length and last block, which is all that the ledger needs, and makes the ledgers
-at the end.
+keeps each row's length and last block, which is all that the ledger needs, until the sequences that
+a moment names have ended; then it adds the moment's ledger to its sums and drops it. So it never
+holds more moments than those that served somebody who has not ended, however long the run.
+
+Cost: O(rows) a moment, O(sequences that have not ended) a ``sweep``.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence as Sequences
+from typing import Protocol
 
 import numpy as np
 
@@ -18,19 +23,33 @@ from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.serving.requests import MemoryUse, Request, Sequence
 
+MOST_SKIPPED = 16  # moments that ``MemoryLog.settle`` may leave out
+
 Held = Sequences[tuple[Request, int] | None]
+Owner = tuple[Request, Sequence]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Moment:
     """A cache at its moment of record: after it grew, before rows that ended were emptied."""
 
+    number: int  # of moments before it
     length_B: np.ndarray  # stored tokens
     tail_B: np.ndarray  # last block, for rows that hold any
     used: int  # blocks that rows hold
     idle: int  # blocks kept for prefix hits
     short: bool  # the queue's head lacked blocks, or somebody was preempted
-    owners: tuple[tuple[Request, Sequence] | None, ...]
+    owners: tuple[Owner | None, ...]
+
+
+class Watcher(Protocol):
+    """Who wants to know of every moment, since the log forgets them."""
+
+    def record(self, moment: Moment) -> None:
+        """A moment, as it is recorded."""
+
+    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
+        """What it came to, by category; later, and in any order."""
 
 
 class MemoryLog:
@@ -41,10 +60,20 @@ class MemoryLog:
 
     def __init__(self, cache: Cache) -> None:
         self.parent_XB: np.ndarray | None = None
-        self.moments: list[Moment] = []
+        self.watcher: Watcher | None = None
+        self.count = 0  # moments so far
+        self._named: dict[Owner, list[Moment]] = {}  # by sequence that has not ended
+        self._waits: dict[Moment, int] = {}  # how many of those a moment names
+        # Sums over settled moments; the first ones have one each.
+        self._sums = [collections.Counter[str]() for _ in range(MOST_SKIPPED + 1)]
         self._copies = 0
         self._blocks, self._block_size = cache.kv.blocks, cache.table.block_size
         self._slot_bytes = cache.kv.slot_bytes
+
+    @property
+    def pending(self) -> int:
+        """Moments that are kept until sequences end."""
+        return len(self._waits)
 
     def append(
         self,
@@ -59,30 +88,52 @@ class MemoryLog:
     ) -> None:
         """Keeps a moment; ``copies``: blocks copied on write so far."""
         owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
-        self.moments.append(Moment(length_B, tail_B, used, idle, short, owners))
+        moment = Moment(self.count, length_B, tail_B, used, idle, short, owners)
+        self.count += 1
         self._copies = copies
+        if self.watcher:
+            self.watcher.record(moment)
+        named = {owner for owner in owners if owner}
+        for owner in named:
+            self._named.setdefault(owner, []).append(moment)
+        self._waits[moment] = len(named)
+        if not named:
+            self._settle(moment)
+
+    def sweep(self) -> None:
+        """Settles and drops the moments whose sequences have all ended.
+
+        Between two dispatches: until the next one begins, tokens may be taken back from a sequence.
+        """
+        for owner in [(request, one) for request, one in self._named if _over(request, one)]:
+            for moment in self._named.pop(owner):
+                self._waits[moment] -= 1
+                if not self._waits[moment]:
+                    self._settle(moment)
 
     def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
         """The mean ledger of this run, and of ``more`` like it. Every sequence has ended.
 
-        ``skip`` moments of each run are left out at its beginning. Rows that outlive their
-        sequence, as beams do, count as filled up to what they hold.
+        ``skip`` moments of each run are left out at its beginning, ``MOST_SKIPPED`` at most. Rows
+        that outlive their sequence, as beams do, count as filled up to what they hold.
         """
+        if not 0 <= skip <= MOST_SKIPPED:
+            raise ValueError(f"skip: expected 0 to {MOST_SKIPPED} moments, got {skip}")
         logs = (self, *more)
-        moments = [moment for log in logs for moment in log.moments[skip:]]
-        ledgers = [self.ledger(moment) for moment in moments]
-        entries = [int(blocks_of(one.length_B, self._block_size).sum()) for one in moments]
-        used = [moment.used for moment in moments]
-        count = max(len(moments), 1)
+        total = collections.Counter[str]()
+        for log in logs:
+            for counts in log._counted()[skip:]:
+                total.update(counts)
+        size, count = self._block_size, max(total["moments"], 1)
         return MemoryUse(
-            pool_slots=self._blocks * self._block_size,
-            block_size=self._block_size,
+            pool_slots=self._blocks * size,
+            block_size=size,
             slot_bytes=self._slot_bytes,
-            slots={name: sum(one[name] for one in ledgers) / count for name in CATEGORIES},
-            entry_slots=sum(entries) * self._block_size / count,
-            saved_slots=(sum(entries) - sum(used)) * self._block_size / count,
+            slots={name: total[name] / count for name in CATEGORIES},
+            entry_slots=total["entries"] * size / count,
+            saved_slots=(total["entries"] - total["used"]) * size / count,
             copies=sum(log._copies for log in logs),
-            running=sum(owner is not None for one in moments for owner in one.owners) / count,
+            running=total["running"] / count,
         )
 
     def ledger(self, moment: Moment) -> dict[str, int]:
@@ -109,3 +160,32 @@ class MemoryLog:
             "short" if moment.short else "free": unallocated,
         }
         return dict.fromkeys(CATEGORIES, 0) | slots
+
+    def _settle(self, moment: Moment) -> None:
+        del self._waits[moment]
+        ledger = self.ledger(moment)
+        self._sums[min(moment.number, MOST_SKIPPED)].update(self._counts(moment, ledger))
+        if self.watcher:
+            self.watcher.settle(moment, ledger)
+
+    def _counts(self, moment: Moment, ledger: dict[str, int]) -> dict[str, int]:
+        """What is added up of a moment."""
+        return ledger | {
+            "moments": 1,
+            "entries": int(blocks_of(moment.length_B, self._block_size).sum()),
+            "used": moment.used,
+            "running": sum(owner is not None for owner in moment.owners),
+        }
+
+    def _counted(self) -> list[collections.Counter[str]]:
+        """The sums, with what is pending as if it ended here."""
+        sums = [counts.copy() for counts in self._sums]
+        for moment in self._waits:
+            counts = self._counts(moment, self.ledger(moment))
+            sums[min(moment.number, MOST_SKIPPED)].update(counts)
+        return sums
+
+
+def _over(request: Request, sequence: Sequence) -> bool:
+    # The sequences that a beam search ends with are not those that it began with.
+    return bool(sequence.finish_reason) or request.finished

@@ -24,6 +24,7 @@ from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import prefix_hits
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.serving.engine import Engine
+from paged_jax.serving.memory_log import Moment
 from paged_jax.serving.requests import Request
 from paged_jax.serving.served import NEVER, Pulse, Served, Steps
 from paged_jax.workload.timed import Timed
@@ -100,6 +101,11 @@ class _Run:
         self._drawn_R = np.zeros(requests.count, int)
         self._seconds: list[float] = []
         self._waiting: list[int] = []
+        self._served: list[list[int]] = []  # by step of the last dispatch, whom it served
+        self._running: list[int] = []
+        self._used = 0  # blocks
+        self._ledgers: dict[int, list[int]] = {}  # by moment
+        engine.memory.watcher = self
         self._began = clock.seconds()
 
     @property
@@ -126,6 +132,16 @@ class _Run:
             self._index[request] = index
             most -= 1
 
+    def record(self, moment: Moment) -> None:
+        """A step that the engine took, as a ``Watcher`` of its log."""
+        self._served.append([self._index[owner[0]] for owner in moment.owners if owner])
+        self._running.append(len(self._served[-1]))
+        self._used = moment.used
+
+    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
+        """The ledger of a step."""
+        self._ledgers[moment.number] = [ledger[name] for name in CATEGORIES]
+
     def wait(self) -> None:
         """Sleeps until the next request is due."""
         due = self.requests.arrival_seconds_R[self._next]
@@ -133,18 +149,18 @@ class _Run:
 
     def advance(self) -> None:
         """One dispatch, and what is to be known of it."""
-        before, known = self._now(), len(self.engine.memory.moments)
+        before, known = self._now(), len(self._running)
+        self._served = []
         moved = self.engine.advance()
-        after, fresh = self._now(), self.engine.memory.moments[known:]
-        served = [[self._index[owner[0]] for owner in one.owners if owner] for one in fresh]
+        after, served = self._now(), self._served
         newcomers = [index for index in served[0] if np.isnan(self._start_R[index])]
         self._start_R[newcomers] = before
         for step, indices in enumerate(served, known):
             self._last_R[indices] = step
         came = int(np.searchsorted(self.requests.arrival_seconds_R, before, side="right"))
         # Nobody is admitted or preempted inside a dispatch, so as many wait till its end.
-        self._waiting += [came - self._over - len(served[0])] * len(fresh)
-        self._seconds += np.linspace(before, after, len(fresh) + 1)[1:].tolist()
+        self._waiting += [came - self._over - len(served[0])] * len(served)
+        self._seconds += np.linspace(before, after, len(served) + 1)[1:].tolist()
         for request in moved:
             index = self._index[request]
             self._drawn_R[index] = len(request.sequences[0].token_ids)
@@ -157,20 +173,20 @@ class _Run:
 
     def pulse(self) -> Pulse:
         """How far it has come."""
-        config, moments = self.engine.config, self.engine.memory.moments
+        config = self.engine.config
         blocks = config.blocks if config.cache == "paged" else config.rows
         return Pulse(
             seconds=self._now(),
             finished=self._over,
             tokens=int(self._drawn_R.sum()),
-            used=moments[-1].used / blocks if moments else 0.0,
+            used=self._used / blocks,
         )
 
     def result(self) -> Served:
         """What became of everybody, once all have ended."""
-        log = self.engine.memory
-        ledgers = [log.ledger(moment) for moment in log.moments]
-        running = [sum(owner is not None for owner in one.owners) for one in log.moments]
+        self.engine.memory.sweep()
+        self.engine.memory.watcher = None
+        ledgers = [ledger for _, ledger in sorted(self._ledgers.items())]
         return Served(
             requests=self.requests,
             start_seconds_R=self._start_R,
@@ -181,9 +197,9 @@ class _Run:
             refused=self.refused,
             steps=Steps(
                 seconds_X=np.array(self._seconds),
-                running_X=np.array(running),
+                running_X=np.array(self._running),
                 waiting_X=np.array(self._waiting),
-                ledger_XJ=np.array([[one[name] for name in CATEGORIES] for one in ledgers]),
+                ledger_XJ=np.array(ledgers),
             ),
             preemptions=self.engine.preemptions,
             hits=prefix_hits.rates(self.engine.hits["new"]),

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from paged_jax.config import MOST
 from paged_jax.workload.trace import Trace
 from pallas_kernels import dims
 
@@ -29,8 +30,10 @@ class Timed:
         names = [field.name for field in dataclasses.fields(self)]
         dims(**{name: getattr(self, name) for name in names})
         gaps_R = np.diff(self.arrival_seconds_R, prepend=0)
-        if not ((gaps_R >= 0) & (self.arrival_seconds_R < math.inf)).all():
-            raise ValueError("arrival_seconds_R: expected times in order, from 0")
+        if not ((gaps_R >= 0) & (self.arrival_seconds_R < MOST)).all():
+            raise ValueError(
+                f"arrival_seconds_R: expected times in order, from 0 and below {MOST} seconds"
+            )
         for name in ("prompt_R", "output_R"):
             if not (getattr(self, name) >= 1).all():
                 raise ValueError(f"{name}: expected at least 1 token each")

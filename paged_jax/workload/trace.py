@@ -31,6 +31,7 @@ from paged_jax.workload import columns, ragged
 from pallas_kernels import dims
 
 MOONCAKE_IDS_TOKENS = 512
+MOST_SECONDS = 2**63 // 10**9  # since 1970, whose nanoseconds fit 64 bits
 _EPOCH = datetime.datetime(1970, 1, 1)
 _STAMP = re.compile(
     r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|([+-])(\d\d):(\d\d))?", re.ASCII
@@ -96,7 +97,7 @@ def read_trace(path: str) -> Trace:
 
 def _azure(table: columns.Table) -> Trace:
     stamps = table.columns["TIMESTAMP"]
-    expected = "a time like 2023-11-16 18:15:46.6805900"
+    expected = "a time like 2023-11-16 18:15:46.6805900, from 1970 to 2261"
     nanoseconds_R = np.empty(len(stamps), np.int64)
     for index, stamp in enumerate(stamps):
         nanoseconds = _nanoseconds(str(stamp))
@@ -125,6 +126,8 @@ def _nanoseconds(stamp: str) -> int | None:
     whole = elapsed.days * 86_400 + elapsed.seconds
     if sign:
         whole -= int(f"{sign}1") * (int(hours) * 3600 + int(minutes) * 60)
+    if not 0 <= whole < MOST_SECONDS:
+        return None
     return whole * 10**9 + int((fraction or "0").ljust(9, "0"))
 
 

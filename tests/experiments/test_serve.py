@@ -6,10 +6,11 @@ import csv
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments import generate, serve, serve_figures
+from experiments import generate, serve, serve_figures, serve_systems
 from paged_jax.measure import results
 from paged_jax.serving.llm import LLM
 from tests.support import models
@@ -156,6 +157,7 @@ def test_static_batching_is_slower(trace: Path, tmp_path: Path) -> None:
     [
         (("--rate=0",), "--rate: expected numbers from"),
         (("--rate=1,x",), "--rate: expected numbers from"),
+        (("--rate=inf",), "--rate: expected numbers from"),
         (("--rate=2,2",), "--rate: "),
         (("--prompt_scale=2",), "prompt_scale: expected above 0 to 1, got 2"),
         (("--step_seconds=1",), "step_seconds: no time of the trace is a step"),
@@ -182,3 +184,66 @@ def test_a_trace_is_needed(tmp_path: Path) -> None:
     one_line(run("--model=tiny", out), "--trace: expected a file of requests")
     one_line(run("--model=tiny", f"--trace={tmp_path / 'gone'}", out), tmp_path / "gone")
     one_line(run("--model=tiny", "--trace=x", "--simulate", out), "x")
+
+
+class Interrupted:
+    """The system of the flags, interrupted in its run of the given number."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.runs = number, 0
+
+    def __call__(self) -> Any:
+        system = from_flags_as_ever()
+        run_as_ever = system.run
+
+        def run(*given: Any) -> Any:
+            self.runs += 1
+            if self.runs == self.number:
+                raise KeyboardInterrupt
+            return run_as_ever(*given)
+
+        system.run = run  # type: ignore[assignment, method-assign]
+        return system
+
+
+from_flags_as_ever = serve_systems.from_flags
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interrupt_leaves_whole_rates(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    flags = ("--model=tiny", f"--trace={trace}", *SMALL, "--simulate", "--device=h200")
+    for number, rates in ((1, []), (2, ["40.0"])):
+        monkeypatch.setattr(serve_systems, "from_flags", Interrupted(number))
+        done = run(*flags, "--rate=40,80", f"--out={out}")
+        assert (done.code, done.err.splitlines()[-1]) == (130, "interrupted")
+        assert out.exists() == bool(rates)
+    assert {path.name for path in out.iterdir()} == WRITTEN
+    assert {row["rate"] for row in results.read(out)} == {"40.0"}
+    for name in ("requests.csv", "steps.csv"):
+        assert {row["rate"] for row in table(out / name)} == {"40.0"}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_files_of_a_run_that_never_finished_do_not_add_up(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "requests.csv").write_text("of another run\n")
+    flags = ("--model=tiny", f"--trace={trace}", *SMALL, "--simulate", "--device=h200")
+    assert run(*flags, "--rate=40", f"--out={out}").code == 0
+    assert [row["request"] for row in table(out / "requests.csv")] == ["0", "1", "2", "3", "5"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_ten_thousand_wait(tmp_path: Path) -> None:
+    """All there at once: each is served, one way or the other."""
+    trace, out = tmp_path / "trace.csv", tmp_path / "out"
+    trace.write_text("prompt_len,output_len\n" + "3,2\n40,8\n" * 5000)
+    flags = ("--model=tiny", f"--trace={trace}", *SMALL, "--simulate", "--device=h200")
+    done = run(*flags, "--pool_slots=40", f"--out={out}")
+    assert done.code == 0, done.err
+    values = {row["metric"]: row["value"] for row in results.read(out)}
+    assert (values["served"], values["refused"]) == (5000, 5000)
+    assert "5000 refused, the first is request 1: pool_slots: 40 prompt" in done.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from paged_jax.memory import prefix_hits
@@ -59,3 +60,12 @@ def test_a_portion_of_more_requests_than_are_kept_counts_alone():
 def test_recent_refuses():
     with pytest.raises(ValueError, match="most_requests: expected at least 1, got 0"):
         prefix_hits.Recent(0)
+
+
+def test_counts_of_the_host_do_not_wrap():
+    total = prefix_hits.host_zero()
+    for _ in range(3):
+        total = prefix_hits.add(total, np.int32(2**30), np.int32(2**25), 16)
+    rates = prefix_hits.rates(total)
+    assert total.tokens == 3 * 2**30
+    assert rates == HitRates(blocks=0.5, tokens=0.5, requests=0.5)

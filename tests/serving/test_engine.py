@@ -331,7 +331,7 @@ def test_a_pool_of_one_block() -> None:
     requests = [engine.add(ids, dataclasses.replace(DRAWN, max_tokens=most)) for ids, most in load]
     engines.finish(engine)
     assert all(map(engines.as_alone, requests))
-    assert max(moment.used for moment in engine.memory.moments) == 1
+    assert engine.memory.settle().running == 1
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_one_read_a_dispatch_and_no_other(unowned: list[str], dispatches: list[s
     reads = engine.reads.count - before
     assert reads == len(dispatches)
     assert dispatches == ["plan", "compute", "decode"]
-    assert len(engine.memory.moments) == 6
+    assert engine.memory.count == 6
     assert unowned == []
 
 
@@ -172,7 +172,7 @@ def test_more_reads_are_found(
         assert engine.reads.count - before > 6
     else:
         assert unowned
-        assert len(unowned) == len(engine.memory.moments)
+        assert len(unowned) == engine.memory.count
 
 
 @pytest.mark.slow
@@ -205,6 +205,7 @@ def test_a_trace_compiles_few_programs_and_none_late() -> None:
     assert sizes == [1, 3]
     assert len(engines.first_compilations()) + sizes[1] - sizes[0] <= 16
     engine = engines.create()
+    kept: list[int] = []
     with engines.compilations() as names:
         requests = [
             engine.add(*one) for one in engines.random_requests(21, 60, prompt=20, output=11)
@@ -212,9 +213,13 @@ def test_a_trace_compiles_few_programs_and_none_late() -> None:
         for dispatched, _ in enumerate(engine.run()):
             if dispatched % 9 == 8:
                 engine.abort(requests[dispatched // 9 % 60])
+            kept.append(engine.memory.pending)
     assert names == []
     assert engine.preemptions
     engines.check_empty(engine)
+    engine.memory.sweep()
+    assert engine.memory.pending == 0
+    assert max(kept) < engine.memory.count / 2
 
 
 def test_a_program_for_each_number_of_requests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +281,7 @@ def served(backend: str) -> list[tuple[list[int], list[float]]]:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     requests = [engine.add(prompt, greedy) for prompt in PROMPTS]
     engines.finish(engine)
-    assert len(engine.memory.moments) == 8
+    assert engine.memory.count == 8
     return [(one.sequences[0].token_ids, one.sequences[0].logprobs) for one in requests]
 
 

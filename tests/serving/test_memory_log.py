@@ -18,6 +18,7 @@ from paged_jax.serving.memory_log import MemoryLog, Moment
 from paged_jax.serving.requests import Request, Sequence
 
 ROWS, BLOCKS, SIZE = 6, 40, 4
+STEPS = 200
 
 
 @dataclasses.dataclass
@@ -32,6 +33,28 @@ class Cache:
 
     blocks = BLOCKS
     slot_bytes = 1
+
+
+class Kept:
+    """A watcher that keeps all it is told."""
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+        self.ledgers: dict[int, dict[str, int]] = {}
+
+    def record(self, moment: Moment) -> None:
+        assert moment.number == len(self.moments)
+        self.moments.append(moment)
+
+    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
+        assert moment.number not in self.ledgers
+        self.ledgers[moment.number] = ledger
+
+
+def watched(table: block_table.BlockTable) -> tuple[MemoryLog, Kept]:
+    log, watcher = MemoryLog(Cache(table)), Kept()  # type: ignore[arg-type]
+    log.watcher = watcher
+    return log, watcher
 
 
 reserve = jax.jit(block_table.reserve)
@@ -63,7 +86,7 @@ def random_table(random: np.random.Generator) -> block_table.BlockTable:
 def moment_of(table: block_table.BlockTable, final_B: np.ndarray, short: bool) -> Moment:
     """What an engine records of rows that will have stored ``final_B`` tokens."""
     tail_B = block_table.last_block(table, table.length_B > 0)
-    log = MemoryLog(Cache(table))  # type: ignore[arg-type]
+    log, watcher = watched(table)
     owners = []
     for final in final_B.tolist():
         drawn = min(final, 3)
@@ -78,7 +101,8 @@ def moment_of(table: block_table.BlockTable, final_B: np.ndarray, short: bool) -
         copies=0,
         short=short,
     )
-    return log.moments[0]
+    (moment,) = watcher.moments
+    return moment
 
 
 def differences(seed: int) -> tuple[dict[str, tuple[int, int]], block_table.BlockTable]:
@@ -115,3 +139,86 @@ def test_a_wrong_ledger_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> 
     else:
         monkeypatch.setattr(memory_log.np, "clip", lambda wanted, least, most: least)
     assert any(differences(seed)[0] for seed in range(10))
+
+
+def record(log: MemoryLog, random: np.random.Generator, held: list) -> None:
+    """A moment of rows that hold anything, each its own blocks."""
+    length_B = np.array([random.integers(1, 25) if owner else 0 for owner in held])
+    used = int((-(-length_B // SIZE)).sum())
+    log.append(length_B, np.arange(ROWS), used, held, copies=used, idle=1, short=used % 2 == 0)
+
+
+def run(log: MemoryLog, seed: int) -> list[Request]:
+    """Rows that come, are preempted now and then, and end."""
+    random = np.random.default_rng(seed)
+    requests: list[Request] = []
+    rows: list[Request] = []
+    history: list[list[Request]] = []
+    for _ in range(STEPS):
+        while len(rows) < ROWS:
+            rows.append(Request(None, [0] * random.integers(1, 9), SamplingParams(), [Sequence()]))
+            requests.append(rows[-1])
+        here = [one if random.random() < 0.7 else None for one in rows]
+        record(log, random, [(one, 0) if one else None for one in here])
+        history.append([one for one in here if one])
+        for one in history[-1]:
+            one.sequences[0].token_ids.append(0)
+            if random.random() < 0.1:
+                one.sequences[0].finish("stop", len(one.sequences[0].token_ids))
+        rows = [one for one in rows if not one.finished]
+        log.sweep()
+        open_ = sum(any(not one.finished for one in served) for served in history)
+        assert log.pending == open_ < STEPS / 2
+    return requests
+
+
+def test_moments_are_kept_no_longer_than_until_their_sequences_end() -> None:
+    log, watcher = watched(random_table(np.random.default_rng(0)))
+    for request in run(log, 0):
+        for sequence in request.sequences:
+            sequence.finish_reason = "length"
+    before = [log.settle(skip=skip) for skip in (0, 3, 16)]
+    log.sweep()
+    assert log.pending == 0
+    assert log.count == len(watcher.ledgers) == STEPS
+    ledgers = [log.ledger(moment) for moment in watcher.moments]
+    assert [watcher.ledgers[number] for number in range(STEPS)] == ledgers
+    for skip, early in zip((0, 3, 16), before, strict=True):
+        found = log.settle(skip=skip)
+        assert found == early
+        counted = range(skip, STEPS)
+        for name in CATEGORIES:
+            assert found.slots[name] == np.mean([ledgers[number][name] for number in counted])
+        moments = [watcher.moments[number] for number in counted]
+        entries = np.mean([(-(-one.length_B // SIZE)).sum() for one in moments])
+        used = np.mean([one.used for one in moments])
+        assert found.entry_slots == entries * SIZE
+        assert found.saved_slots == pytest.approx((entries - used) * SIZE)
+        assert found.running == np.mean([(one.length_B > 0).sum() for one in moments])
+    with pytest.raises(ValueError, match="skip: expected 0 to 16 moments, got 17"):
+        log.settle(skip=17)
+
+
+def test_runs_settle_together() -> None:
+    logs = [watched(random_table(np.random.default_rng(0)))[0] for _ in range(2)]
+    for seed, log in enumerate(logs):
+        run(log, seed)
+    one, other, both = (
+        logs[0].settle(skip=1),
+        logs[1].settle(skip=1),
+        logs[0].settle(logs[1], skip=1),
+    )
+    assert both.copies == one.copies + other.copies
+    assert both.running == pytest.approx((one.running + other.running) / 2)
+    assert one.running != other.running
+
+
+def test_sequences_that_a_search_replaces_end_with_it() -> None:
+    log, _ = watched(random_table(np.random.default_rng(0)))
+    request = Request(None, [0], SamplingParams(n=2), [Sequence(), Sequence()])
+    record(log, np.random.default_rng(0), [(request, 0), (request, 1), *[None] * 4])
+    log.sweep()
+    assert log.pending == 1
+    request.sequences = [Sequence([1], [0.0], "length")]
+    log.sweep()
+    assert log.pending == 0

@@ -185,8 +185,14 @@ def test_forms_agree_step_by_step(pattern):
     ("rule", "mutant"),
     [
         ("may_grow", lambda demand, free: demand <= free + 1),
-        ("may_grow", lambda demand, free: demand < free),
-        ("judge", lambda limits, **counts: judge(limits.replace(watermark=0), **counts)),
+        pytest.param(
+            *("may_grow", lambda demand, free: demand < free),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("judge", lambda limits, **counts: judge(limits.replace(watermark=0), **counts)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["overcommits", "too_careful", "no_watermark"],
 )

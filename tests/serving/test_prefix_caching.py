@@ -19,6 +19,7 @@ SETTINGS: dict[str, Any] = {
     "pool_slots": 88,
     "max_length": 64,
     "rows": 8,
+    "step_tokens": 16,  # one size of a packed step, so one program
     "backend": "reference",
 }
 

@@ -20,6 +20,25 @@ from paged_jax.workload.timed import Timed
 ROWS, STEPS, STEP_SECONDS = 2, 3, 1.0
 
 
+class ListLog:
+    """Settles nothing before it has to, and the last moment first."""
+
+    def __init__(self) -> None:
+        self.watcher: Any = None
+        self._moments: list[Any] = []
+
+    def append(self, owners: tuple[Any, ...], used: int) -> None:
+        number = len(self._moments)
+        self._moments.append(types.SimpleNamespace(number=number, owners=owners, used=used))
+        self.watcher.record(self._moments[-1])
+
+    def sweep(self) -> None:
+        for moment in reversed(self._moments):
+            held = 16 * moment.used
+            slots = {"token": held, "free": 64 - held}
+            self.watcher.settle(moment, dict.fromkeys(CATEGORIES, 0) | slots)
+
+
 class ListEngine:
     """Two rows, first come first served; a dispatch has up to three steps of a second each.
 
@@ -33,7 +52,7 @@ class ListEngine:
         self.config = EngineConfig(pool_slots=64, block_size=16, rows=ROWS)
         self.preemptions = 0
         self.hits = {"new": prefix_hits.zero()}
-        self.memory = types.SimpleNamespace(moments=[], ledger=self._ledger)
+        self.memory = ListLog()
         self._queue: list[live.Request] = []
         self._running: list[live.Request] = []
 
@@ -58,7 +77,7 @@ class ListEngine:
         for _ in range(STEPS):
             self.seconds += STEP_SECONDS
             owners = tuple((one, one.sequences[0]) for one in served)
-            self.memory.moments.append(types.SimpleNamespace(owners=owners, used=len(served)))
+            self.memory.append(owners, len(served))
             for request in served:
                 request.sequences[0].token_ids.append(7)
                 if len(request.sequences[0].token_ids) == request.params.max_tokens:
@@ -74,10 +93,6 @@ class ListEngine:
             self.seconds += seconds
 
         return trace_run.Clock(seconds=lambda: self.seconds, sleep=sleep)
-
-    def _ledger(self, moment: Any) -> dict[str, int]:
-        held = 16 * moment.used
-        return {**dict.fromkeys(CATEGORIES, 0), "token": held, "free": 64 - held}
 
 
 def serve(*rows: tuple[float, int, int], static: bool = False) -> tuple[ListEngine, Served]:

@@ -185,7 +185,6 @@ def test_what_cannot_be_served_is_refused_and_harms_nobody() -> None:
         ({}, (0, 47, 2), "no request can be served, the first: prompt: 47 tokens and 2"),
         ({"chunked_prefill": False}, (0, 9, 1), "step_tokens: without chunked_prefill"),
         ({"prefix_caching": True}, (0, 5, 3), "sequences: a prefix cache needs the tokens"),
-        ({}, (2.0**31, 5, 3), "arrival_seconds_R: expected below"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(settings: dict, request_: tuple, match: str) -> None:

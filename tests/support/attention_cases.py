@@ -127,7 +127,7 @@ def batch_cases(dtype: str) -> Iterator[Case]:
     lengths, counts = [20, 9, 37, 1, 0, 0, 0, 0], [1, 0, 5, 1, 0, 0, 0, 0]
     for name, some in (("15", None), ("15, 2 splits", 2)):
         call = problem(15, lengths=lengths, counts=counts, padding=3, **shape)
-        yield Case(name, call, splits=some)
+        yield Case(name, call, splits=some, slow=some is not None)
     for size, length in ((4, 5), (8, 9)):
         table = [[0, 1], [2, 2**30]]
         call = flat(dtype, table=table, lengths=[length, 3], counts=[length, 3], size=size)

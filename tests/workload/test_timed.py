@@ -125,6 +125,7 @@ def test_other_prompts_are_drawn_and_the_same_ones_again() -> None:
         ({"arrival_seconds_R": np.array([0.0, 2.0, 1.0])}, "times in order"),
         ({"arrival_seconds_R": np.array([-1.0, 2.0, 3.0])}, "times in order"),
         ({"arrival_seconds_R": np.array([0.0, 2.0, np.nan])}, "times in order"),
+        ({"arrival_seconds_R": np.array([0.0, 2.0, 2.0**30])}, "below 1073741824 seconds"),
         ({"output_R": np.array([1, 0, 1])}, "output_R: expected at least 1"),
         ({"output_R": np.array([1, 1])}, "axis R"),
     ],

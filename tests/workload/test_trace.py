@@ -138,6 +138,8 @@ REFUSALS = [
     ([REPLAY, "-1,1,1"], ":2: column arrival_iter: expected a whole number from 0"),
     ([AZURE, "yesterday,1,1"], ":2: column TIMESTAMP: expected a time like 2023-11-16"),
     ([AZURE, "2023-02-30 00:00:00,1,1"], ":2: column TIMESTAMP: expected a time like"),
+    ([AZURE, "1969-12-31 23:59:59,1,1"], ":2: column TIMESTAMP: expected a time like"),
+    ([AZURE, "2023-11-16 18:15:46,1,1", "9999-12-31 00:00:00,1,1"], ":3: column TIMESTAMP: "),
     (
         [AZURE, "2023-11-16 18:15:46.2,1,1", "2023-11-16 18:15:46.1,1,1"],
         ":3: column TIMESTAMP: expected arrivals in order",
