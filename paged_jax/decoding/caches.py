@@ -86,14 +86,6 @@ class Cache(flax.struct.PyTreeNode):
             return self.replace(kv=view.cache)
         return self.replace(kv=self.kv.replace(kv_LUBKSD=view.kv_LUBKSD))
 
-    def fork(self, parent_B: jax.Array) -> Cache:
-        """Empty rows become copies of their parents; B: stays as it is."""
-        return self.replace(rows=self.rows.fork(parent_B))
-
-    def reorder(self, parent_B: jax.Array) -> Cache:
-        """Every row becomes a copy of its parent, at once."""
-        return self.replace(rows=self.rows.reorder(parent_B))
-
     def release(self, rows_B: jax.Array) -> Cache:
         """Empties the marked rows that hold anything."""
         return self.replace(rows=self.rows.release(rows_B))

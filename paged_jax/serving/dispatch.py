@@ -21,10 +21,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from paged_jax.decoding import beams as searching
 from paged_jax.decoding import sampling
+from paged_jax.decoding.beams import Beams, Searches
 from paged_jax.decoding.caches import Cache
 from paged_jax.decoding.sampling import Samplers, Uses
-from paged_jax.memory import block_table
+from paged_jax.memory import block_table, loops
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling.batching import Step
@@ -40,6 +42,7 @@ class Batch(flax.struct.PyTreeNode):
     end_BX: jax.Array  # i32, tokens that end the row's sequence, -1 for none
     samplers: Samplers
     seen_BV: jax.Array | None = None  # bool, where a row penalises repetition
+    beams: Beams | None = None  # where a request is searched
 
 
 class Moment(flax.struct.PyTreeNode):
@@ -62,12 +65,19 @@ class Planned(flax.struct.PyTreeNode):
     moment: Moment
 
 
-class Drawn(flax.struct.PyTreeNode):
-    """Tokens of X steps, -1 where a row drew none, and their moments; ``steps`` of them count."""
+class Draw(flax.struct.PyTreeNode):
+    """What rows drew in a step."""
 
-    token_XB: jax.Array  # i32
-    logprob_XB: jax.Array  # f32
-    moments: Moment  # each array with an axis X in front
+    token_B: jax.Array  # i32, -1 for nothing
+    logprob_B: jax.Array  # f32; a beam's is of all that it holds
+    parent_B: jax.Array | None  # i32, with beams: the row that it continues; B where it drew none
+
+
+class Drawn(flax.struct.PyTreeNode):
+    """X steps, of which ``steps`` count."""
+
+    draws: Draw  # each array with an axis X in front
+    moments: Moment  # the same
     steps: jax.Array  # i32
 
 
@@ -97,9 +107,10 @@ def submit(
     samples_R: jax.Array,
     salt_R: jax.Array,
     token_RT: jax.Array,
+    how: Searches | None,
 ) -> Batch:
     """Enters requests into the marked slots, which are empty; ``rank_R`` holds for all."""
-    book = batch.book
+    book, beams = batch.book, batch.beams
     new_RF = jnp.broadcast_to(new_R[:, None], book.live_RF.shape)
     sample_F = jnp.arange(book.live_RF.shape[1])
     book = book.replace(
@@ -111,7 +122,22 @@ def submit(
         salt_R=jnp.where(new_R, salt_R, book.salt_R),
         token_RT=jnp.where(new_R[:, None], token_RT, book.token_RT),
     )
-    return batch.replace(book=book)
+    if beams is not None and how is not None:
+        beams = searching.begin(beams, new_R, how)
+        book = book.replace(joint_R=beams.how.searches_R)
+    return batch.replace(book=book, beams=beams)
+
+
+def allow_searches(batch: Batch) -> Batch:
+    """The batch, some of whose requests may be searched from now on."""
+    if batch.beams is not None:
+        return batch
+    requests, samples = batch.book.live_RF.shape
+    nobody_R = jax.device_put(np.zeros(requests, bool))
+    return batch.replace(
+        book=batch.book.replace(joint_R=nobody_R),
+        beams=searching.create(requests=requests, samples=samples),
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -167,11 +193,8 @@ def compute(
     start_P: jax.Array,
     *,
     uses: Uses,
-) -> tuple[Batch, jax.Array, jax.Array]:
-    """Runs a planned step: stores its packed tokens, cut into rows at ``start_P``, and draws.
-
-    Returns the batch, and what each row drew and its log probability, [B]; -1 for nothing.
-    """
+) -> tuple[Batch, Draw]:
+    """Runs a planned step: stores its packed tokens, cut into rows at ``start_P``, and draws."""
     queries = token_T.shape[0]
     view, position_T = batch.cache.view(step.tokens_B > 0, start_P, queries)
     model = nnx.merge(graphdef, weights)
@@ -212,7 +235,7 @@ def decode(
         model = model_of(weights)
         hidden_BE, view = model(batch.token_B, position_B, view)
         batch = batch.replace(cache=batch.cache.keep(view))
-        batch, token_B, logprob_B = _draw(
+        batch, draw = _draw(
             batch, step, model.logits(hidden_BE), step.tokens_B > 0, uses, decodes=True
         )
 
@@ -220,15 +243,17 @@ def decode(
             return many.at[drawn.steps].set(one)
 
         return batch, Drawn(
-            token_XB=put(drawn.token_XB, token_B),
-            logprob_XB=put(drawn.logprob_XB, logprob_B),
+            draws=jax.tree.map(put, drawn.draws, draw),
             moments=jax.tree.map(put, drawn.moments, moment),
             steps=drawn.steps + 1,
         )
 
     nothing = Drawn(
-        token_XB=jnp.full((most_steps, rows), -1, jnp.int32),
-        logprob_XB=jnp.zeros((most_steps, rows)),
+        draws=Draw(
+            token_B=jnp.full((most_steps, rows), -1, jnp.int32),
+            logprob_B=jnp.zeros((most_steps, rows)),
+            parent_B=None if batch.beams is None else jnp.zeros((most_steps, rows), jnp.int32),
+        ),
         moments=Moment(
             length_B=jnp.zeros((most_steps, rows), jnp.int32),
             tail_B=jnp.zeros((most_steps, rows), jnp.int32),
@@ -290,15 +315,21 @@ def _draw(
     uses: Uses,
     *,
     decodes: bool = False,
-) -> tuple[Batch, jax.Array, jax.Array]:
+) -> tuple[Batch, Draw]:
     """The marked rows draw from their logits, and the step ends."""
-    book = batch.book
+    book, rows, beams, parent_B = batch.book, batch.cache.rows, batch.beams, None
     nth_B = book.drawn_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=0)
     token_B, logprob_B = sampling.sample(logits_BV, batch.samplers, nth_B, uses, batch.seen_BV)
     ends_B = (token_B[:, None] == batch.end_BX).any(axis=1)
-    book, rows, _ = batching.finish(
-        book, batch.cache.rows, step, draws_B, token_B, ends_B, decodes=decodes
-    )
+    if beams is not None:
+        beams, chosen = searching.choose(beams, book, logits_BV, batch.end_BX, draws_B)
+        token_B = jnp.where(chosen.searches_B, chosen.token_B, token_B)
+        logprob_B = jnp.where(chosen.searches_B, chosen.score_B, logprob_B)
+        ends_B = jnp.where(chosen.searches_B, chosen.ends_B, ends_B)
+        moves = (chosen.parent_B != jnp.arange(len(token_B))).any()
+        rows = loops.when(moves, lambda rows: rows.reorder(chosen.parent_B), rows)
+        parent_B = jnp.where(draws_B, chosen.parent_B, len(token_B))
+    book, rows, _ = batching.finish(book, rows, step, draws_B, token_B, ends_B, decodes=decodes)
     seen_BV = batch.seen_BV
     if seen_BV is not None:
         target_B = jnp.where(draws_B, token_B, seen_BV.shape[1])
@@ -308,5 +339,7 @@ def _draw(
         cache=batch.cache.replace(rows=rows),
         token_B=jnp.where(draws_B, token_B, batch.token_B),
         seen_BV=seen_BV,
+        beams=beams,
     )
-    return batch, jnp.where(draws_B, token_B, -1), jnp.where(draws_B, logprob_B, 0.0)
+    draw = Draw(jnp.where(draws_B, token_B, -1), jnp.where(draws_B, logprob_B, 0.0), parent_B)
+    return batch, draw

@@ -36,11 +36,12 @@ class Moment:
 class MemoryLog:
     """The moments of one run.
 
-    ``parent_XB``: of a beam search, once it has ended: ``Beams.parent_XB`` of its steps.
+    ``parents``: of each step of an engine that searches, the row that each row continued, B for
+    those that drew nothing.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self.parent_XB: np.ndarray | None = None
+        self.parents: list[np.ndarray] = []
         self.moments: list[Moment] = []
         self._copies = 0
         self._blocks, self._block_size = cache.kv.blocks, cache.table.block_size
@@ -62,14 +63,12 @@ class MemoryLog:
         self.moments.append(Moment(length_B, tail_B, used, idle, short, owners))
         self._copies = copies
 
-    def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
-        """The mean ledger of this run, and of ``more`` like it. Every sequence has ended.
+    def settle(self, *, skip: int = 0) -> MemoryUse:
+        """The mean ledger of this run, every sequence of which has ended.
 
-        ``skip`` moments of each run are left out at its beginning. Rows that outlive their
-        sequence, as beams do, count as filled up to what they hold.
+        ``skip`` moments are left out at its beginning.
         """
-        logs = (self, *more)
-        moments = [moment for log in logs for moment in log.moments[skip:]]
+        moments = self.moments[skip:]
         ledgers = [self.ledger(moment) for moment in moments]
         entries = [int(blocks_of(one.length_B, self._block_size).sum()) for one in moments]
         used = [moment.used for moment in moments]
@@ -81,7 +80,7 @@ class MemoryLog:
             slots={name: sum(one[name] for one in ledgers) / count for name in CATEGORIES},
             entry_slots=sum(entries) * self._block_size / count,
             saved_slots=(sum(entries) - sum(used)) * self._block_size / count,
-            copies=sum(log._copies for log in logs),
+            copies=self._copies,
             running=sum(owner is not None for one in moments for owner in one.owners) / count,
         )
 
