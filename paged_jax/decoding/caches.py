@@ -3,8 +3,7 @@
 A paged cache has blocks of ``block_size`` slots in one pool for all layers. A dense cache, the
 baseline, is the same thing with one block a row, as long as a sequence can get: what is promised
 and never filled then shows in the same ledger. ``grow`` makes room for a step's tokens, ``view`` is
-what the decoder writes to and reads, ``keep`` takes its arrays back; ``fork``, ``reorder`` and
-``release`` move whole rows, which costs table entries, and a block a row when it is written.
+what the decoder writes to and reads, ``keep`` takes its arrays back.
 """
 
 from __future__ import annotations
