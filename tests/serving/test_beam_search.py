@@ -91,8 +91,9 @@ def test_equals_brute_force(cache: str) -> None:
         check_search(request)
     reasons = {one.finish_reason for request in requests for one in request.sequences}
     assert reasons == {"stop", "length"}
+    pool_slots = engine.memory.settle().pool_slots
     for moment in engine.memory.moments:
-        assert sum(engine.memory.ledger(moment).values()) == config.pool_slots
+        assert sum(engine.memory.ledger(moment).values()) == pool_slots
 
 
 def mixed(seed: int, count: int) -> list[tuple[tuple[int, ...], Any]]:
