@@ -75,12 +75,12 @@ def of_samples(prompt_R: np.ndarray, output_RF: np.ndarray, *block_sizes: int) -
 class Beams(NamedTuple):
     """A replayed beam search at two moments of each step; copies are the same."""
 
-    between: Sharing  # after the forks: beams of one parent share even its last block
-    writing: Sharing  # before them: each beam has just written to a last block of its own
+    between: Sharing  # as it begins: beams of one parent share even its last block
+    writing: Sharing  # as it writes: each beam has a last block of its own
 
 
 def of_beams(parent_XB: np.ndarray, prompt_R: np.ndarray, block_size: int) -> Beams:
-    """The block table's answer for recorded parents (``MemoryLog.parent_XB``).
+    """The block table's answer for recorded parents (``MemoryLog.parents``).
 
     ``ValueError`` where every request was done with its first token.
     """
@@ -125,15 +125,14 @@ def _replay(
 
     def step(state: block_table.BlockTable, now: tuple) -> tuple[block_table.BlockTable, tuple]:
         live_B, parent_B, ends_B = now
+        counts = {"entries": entries(state), "used": state.pool.used}
         state, copies, fits = block_table.reserve(state, live_B.astype(jnp.int32), most_tokens=1)
-        counts = {
+        counts |= {
             "copies": (copies.target_C < state.pool.none).sum(),
             "writing_entries": entries(state),
             "writing_used": state.pool.used,
         }
-        state = block_table.reorder(state, parent_B)
-        counts |= {"entries": entries(state), "used": state.pool.used}
-        state, _ = block_table.release(state, ends_B)
+        state, _ = block_table.release(block_table.reorder(state, parent_B), ends_B)
         return state, (counts, fits)
 
     _, (counts, fits_X) = lax.scan(step, state, (live_XB[1:], parent_XB[1:], ends_XB[1:]))

@@ -2,8 +2,8 @@
 
     python -m experiments.sharing --model=smollm2 --chat --out=results/sharing
 
-Serves the instructions of ``configs.prompts``, all at once, and takes what the cache held after
-every decode step: 1 - blocks in use / table entries, as in Figure 15 of the PagedAttention paper.
+Serves the instructions of ``configs.prompts``, all at once, and takes what the cache held in every
+decode step: 1 - blocks in use / table entries, as in Figure 15 of the PagedAttention paper.
 Beside it stands what ``forks`` predicts without a model from the lengths and forks that were
 recorded: the same to the block, or the command fails. ``--chat`` puts prompts into ChatML, which
 models tuned for it, as smollm2 is, need to come to an end; the default of ``--max_tokens`` holds
@@ -32,8 +32,9 @@ from paged_jax.config import EngineConfig
 from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.measure import environment, progress, results
+from paged_jax.memory.layout import blocks_of
 from paged_jax.model.weights import Loaded
-from paged_jax.serving import beam_search, engine, settings
+from paged_jax.serving import engine, settings
 from paged_jax.serving.llm import LLM
 from paged_jax.serving.requests import MemoryUse
 from paged_jax.workload import Workload, draw, lengths
@@ -95,14 +96,14 @@ def define_flags() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one method came to. ``writing``: predicted while a step writes, before beams fork.
-
-    ``by_token``: predicted for blocks of one slot.
+    """What one method came to, as decode steps begin and as they write, which is when beams have
+    parted. ``by_token``: predicted for blocks of one slot.
     """
 
     measured: forks.Sharing
     predicted: forks.Sharing
     writing: forks.Sharing
+    predicted_writing: forks.Sharing
     by_token: forks.Sharing
     prompt_R: np.ndarray  # tokens
     output_RF: np.ndarray  # tokens of each sample, or steps of each search
@@ -195,10 +196,12 @@ def parallel(
     prompt_R = np.array([len(one.prompt_ids) for one in requests])
     output_RF = np.array([[len(s.token_ids) for s in one.sequences] for one in requests])
     predicted, by_token = forks.of_samples(prompt_R, output_RF, config.block_size, 1)
+    measured = _sharing(serving.memory.settle(skip=1))
     return Outcome(
-        measured=_sharing(serving.memory.settle(skip=1)),
+        measured=measured,
         predicted=predicted,
-        writing=predicted,  # samples fork once, so a step ends as it wrote
+        writing=measured,  # samples fork once: a step's blocks are those it writes to
+        predicted_writing=predicted,
         by_token=by_token,
         prompt_R=prompt_R,
         output_RF=output_RF,
@@ -209,18 +212,31 @@ def beam(
     model: Loaded, config: EngineConfig, prompts: Prompts, width: int, params: BeamSearchParams
 ) -> Outcome:
     """Beam search over each prompt; its output's length is that of the search."""
+    config = dataclasses.replace(config, rows=len(prompts) * width)
+    serving = engine.Engine(model, config, samples=width)
+    parents: list[np.ndarray] = []
+    serving.memory.parents = parents
     params = dataclasses.replace(params, beam_width=width)
-    _, (log,) = beam_search.run(model, config, prompts, params)
-    assert log.parent_XB is not None, "the search has ended"
-    prompt_R = np.array(list(map(len, prompts)))
-    replayed = forks.of_beams(log.parent_XB, prompt_R, config.block_size)
+    for prompt_ids in prompts:
+        serving.add(prompt_ids, params)
+    begun = []  # table entries and blocks in use as each step begins
+    while serving.busy:
+        table = serving.cache.table
+        entries_B = blocks_of(np.asarray(table.length_B), config.block_size)
+        begun.append((int(entries_B.sum()), int(table.pool.used)))
+        serving.advance()
+    entries, used = np.mean(begun[1:], axis=0).tolist()
+    writing = _sharing(serving.memory.settle(skip=1))
+    parent_XB, prompt_R = np.stack(parents), np.array(list(map(len, prompts)))
+    replayed = forks.of_beams(parent_XB, prompt_R, config.block_size)
     return Outcome(
-        measured=_sharing(log.settle(skip=1)),
+        measured=forks.Sharing(entries, used, writing.copies),
         predicted=replayed.between,
-        writing=replayed.writing,
-        by_token=forks.of_beams(log.parent_XB, prompt_R, 1).between,
+        writing=writing,
+        predicted_writing=replayed.writing,
+        by_token=forks.of_beams(parent_XB, prompt_R, 1).between,
         prompt_R=prompt_R,
-        output_RF=(log.parent_XB < log.parent_XB.shape[1]).sum(axis=0)[::width, None],
+        output_RF=(parent_XB < parent_XB.shape[1]).sum(axis=0)[::width, None],
     )
 
 
@@ -244,13 +260,14 @@ def _sharing(memory: MemoryUse) -> forks.Sharing:
 
 def demand_equal(name: str, outcome: Outcome) -> None:
     """Raises ``ValueError`` where the prediction is not what was measured."""
-    measured, predicted = outcome.measured, outcome.predicted
-    if not all(map(math.isclose, measured, predicted)):
-        raise ValueError(
-            f"{name}: measured {measured.entries:.3f} entries, {measured.used:.3f} blocks and"
-            f" {measured.copies} copies, predicted {predicted.entries:.3f}, {predicted.used:.3f}"
-            f" and {predicted.copies}"
-        )
+    begun = outcome.measured, outcome.predicted
+    for measured, predicted in (begun, (outcome.writing, outcome.predicted_writing)):
+        if not all(map(math.isclose, measured, predicted)):
+            raise ValueError(
+                f"{name}: measured {measured.entries:.3f} entries, {measured.used:.3f} blocks and"
+                f" {measured.copies} copies, predicted {predicted.entries:.3f},"
+                f" {predicted.used:.3f} and {predicted.copies}"
+            )
 
 
 def _print(outcomes: dict[tuple[str, int], Outcome]) -> None:
@@ -284,8 +301,8 @@ def _print_reasons(outcomes: dict[tuple[str, int], Outcome], block_size: int) ->
             print(f"  parallel {width}: {here}, there {there};", end="")
             print(f" with its lengths the simulator saves {100 * told.saving:.2f} %")
     print("block size: blocks of one slot would save what stands under `by token`.")
-    print("moment: `writing` counts beams before they fork, `measured` after; the paper")
-    print("  does not say which. How soon the beams of OPT-13B part is not published either.")
+    print("moment: `measured` counts beams as a step begins, `writing` when they have parted; the")
+    print("  paper does not say which. How soon the beams of OPT-13B part is not published either.")
 
 
 def weights(prompt_R: np.ndarray, output_RF: np.ndarray, block_size: int) -> tuple[float, float]:

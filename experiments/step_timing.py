@@ -1,8 +1,8 @@
 """Seconds of single steps of a model: decode steps of several rows, prefill chunks of one.
 
-A step makes room, runs the decoder and takes the likeliest token of each row; what an engine adds
-to that (planning, sampling) is not in it. Rows hold some tokens before, of zeros, which cost
-attention what any others do. All cells of a batch share one pool and one compiled program. Cells
+They are an engine's own, ``dispatch.decode``, and ``plan`` with ``compute``, and draw the likeliest
+token. Rows hold some tokens before, of zeros, which cost attention what any others do. All cells of
+a batch share one pool and one compiled program. Cells
 are timed in turn, so that a slow minute of the machine falls on all alike, each after its rows have
 been emptied and filled again.
 """
@@ -18,15 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax import lax
 
-from paged_jax.config import EngineConfig, ModelConfig
-from paged_jax.decoding.caches import Cache
+from paged_jax.config import MOST, EngineConfig, ModelConfig
+from paged_jax.decoding import sampling
 from paged_jax.measure.progress import Progress
 from paged_jax.model.weights import Loaded
-from paged_jax.serving import cost_model, settings
+from paged_jax.scheduling import policy
+from paged_jax.serving import cost_model, dispatch, settings
 from paged_jax.serving.cost_model import StepCounts
+from paged_jax.serving.dispatch import Batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +56,19 @@ def measure(
         )
     blocks_a_row = -(-longest // config.block_size)
     graphdef, weights = nnx.split(model.decoder)
-    cache_of = {
-        rows: settings.create_cache(
-            model,
-            dataclasses.replace(
-                config,
-                rows=rows,
-                pool_slots=rows * blocks_a_row * config.block_size,
-                max_length=longest,
-            ),
+    batch_of = {}
+    for rows in sorted({cell.rows for cell in cells}):
+        pool_slots = rows * blocks_a_row * config.block_size
+        sized = dataclasses.replace(config, rows=rows, pool_slots=pool_slots, max_length=longest)
+        batch_of[rows] = dispatch.create(
+            settings.create_cache(model, sized), requests=rows, samples=1, ends=settings.ENDS
         )
-        for rows in sorted({cell.rows for cell in cells})
-    }
     seconds: list[list[float]] = [[] for _ in cells]
     with Progress((repeats + 1) * len(cells), "runs") as bar:
         for repeat in range(repeats + 1):  # the first compiles and warms up
             for cell, times in zip(cells, seconds, strict=True):
-                cache_of[cell.rows], elapsed = _time(
-                    graphdef, weights, cache_of[cell.rows], cell, decode_steps
+                batch_of[cell.rows], elapsed = _time(
+                    graphdef, weights, batch_of[cell.rows], cell, decode_steps
                 )
                 if repeat:
                     times.append(elapsed)
@@ -94,46 +91,56 @@ def count_cell(model: ModelConfig, cell: Cell, decode_steps: int) -> StepCounts:
 
 
 def _time(
-    graphdef: Any, weights: Any, cache: Cache, cell: Cell, decode_steps: int
-) -> tuple[Cache, float]:
-    """Seconds of one step of a cell, and the cache after it."""
+    graphdef: Any, weights: Any, batch: Batch, cell: Cell, decode_steps: int
+) -> tuple[Batch, float]:
+    """Seconds of one step of a cell, and the batch after it."""
     steps = 1 if cell.chunk else decode_steps
-    cache = jax.block_until_ready(_refill(cache, jnp.int32(cell.stored)))
+    limits = policy.limits(rows=cell.rows, tokens=max(cell.rows, cell.chunk))
+    batch = _fill(batch, np.int32(cell.stored), np.int32(cell.chunk or 1))
+    packed = np.zeros(cell.chunk, np.int32), np.array([0, cell.chunk], np.int32)
+    jax.block_until_ready(batch)
     start = time.perf_counter()
-    cache, _ = jax.block_until_ready(
-        _run(graphdef, weights, cache, steps=steps, chunk=cell.chunk or None)
-    )
+    if cell.chunk:
+        batch, planned = dispatch.plan(batch, limits)
+        batch, _ = dispatch.compute(
+            graphdef,
+            weights,
+            batch,
+            planned.step,
+            planned.copies,
+            *packed,
+            uses=sampling.Uses(),
+        )
+    else:
+        batch, _ = dispatch.decode(
+            graphdef,
+            weights,
+            batch,
+            limits,
+            np.int32(steps),
+            most_steps=steps,
+            uses=sampling.Uses(),
+        )
+    jax.block_until_ready(batch)
     elapsed = time.perf_counter() - start
     grown = cell.stored + (cell.chunk or decode_steps)
-    assert (cache.table.length_B == grown).all(), "the pool has room for the longest rows"
-    return cache, elapsed / steps
+    assert (batch.cache.table.length_B == grown).all(), "the pool has room for the longest rows"
+    return batch, elapsed / steps
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _refill(cache: Cache, stored: jax.Array) -> Cache:
-    """All rows emptied, then holding so many tokens each."""
-    rows = cache.table.length_B.shape[0]
-    return cache.release(jnp.ones(rows, bool)).grow(jnp.full(rows, stored))[0]
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "steps", "chunk"), donate_argnames="cache")
-def _run(
-    graphdef: Any, weights: Any, cache: Cache, *, steps: int, chunk: int | None
-) -> tuple[Cache, jax.Array]:
-    """The cache after steps of a token for each row, or of a chunk for the only row.
-
-    Tokens come back, too: logits that nobody took would not be computed.
-    """
-    rows = cache.table.length_B.shape[0]
-    start_P = None if chunk is None else jnp.array([0, chunk])
-
-    def step(_: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
-        cache, token_B = carry
-        cache, _fits = cache.grow(jnp.full(rows, chunk or 1), most_tokens=chunk or 1)
-        view, position_T = cache.view(jnp.ones(rows, bool), start_P, chunk or rows)
-        decoder = nnx.merge(graphdef, weights)
-        hidden_TE, view = decoder(jnp.resize(token_B, (chunk or rows,)), position_T, view)
-        logits_BV = decoder.logits(hidden_TE[-rows:])
-        return cache.keep(view), logits_BV.argmax(axis=1).astype(jnp.int32)
-
-    return lax.fori_loop(0, steps, step, (cache, jnp.zeros(rows, jnp.int32)))
+@functools.partial(jax.jit, donate_argnames="batch")
+def _fill(batch: Batch, stored: jax.Array, wanted: jax.Array) -> Batch:
+    """A request in every row, which has stored so many tokens and has some more to store."""
+    rows = batch.token_B.shape[0]
+    row_B, every_B = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, bool)
+    cache, _ = batch.cache.release(every_B).grow(jnp.full(rows, stored))
+    book = batch.book.replace(
+        rank_R=row_B,
+        running_R=every_B,
+        prompt_R=jnp.full(rows, stored + wanted),
+        output_RF=jnp.full((rows, 1), MOST),
+        drawn_RF=jnp.zeros((rows, 1), jnp.int32),
+        live_RF=every_B[:, None],
+        owner_B=row_B,
+    )
+    return batch.replace(book=book, cache=cache)

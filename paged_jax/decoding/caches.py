@@ -3,8 +3,7 @@
 A paged cache has blocks of ``block_size`` slots in one pool for all layers. A dense cache, the
 baseline, is the same thing with one block a row, as long as a sequence can get: what is promised
 and never filled then shows in the same ledger. ``grow`` makes room for a step's tokens, ``view`` is
-what the decoder writes to and reads, ``keep`` takes its arrays back; ``fork``, ``reorder`` and
-``release`` move whole rows, which costs table entries, and a block a row when it is written.
+what the decoder writes to and reads, ``keep`` takes its arrays back.
 """
 
 from __future__ import annotations
@@ -89,14 +88,6 @@ class Cache(flax.struct.PyTreeNode):
         if isinstance(view, PagedView):
             return self.replace(kv=view.cache)
         return self.replace(kv=self.kv.replace(kv_LUBKSD=view.kv_LUBKSD))
-
-    def fork(self, parent_B: jax.Array) -> Cache:
-        """Empty rows become copies of their parents; B: stays as it is."""
-        return self.replace(rows=self.rows.fork(parent_B))
-
-    def reorder(self, parent_B: jax.Array) -> Cache:
-        """Every row becomes a copy of its parent, at once."""
-        return self.replace(rows=self.rows.reorder(parent_B))
 
     def release(self, rows_B: jax.Array) -> Cache:
         """Empties the marked rows that hold anything."""

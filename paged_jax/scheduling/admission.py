@@ -100,7 +100,12 @@ def _wanted(book: Book, head: jax.Array, kept_F: jax.Array) -> jax.Array:
     leads_F = _leads(live_F)
     follows_F = live_F & ~leads_F & (kept_F == 0)
     stops_F = leads_F & follows_F.any()
-    return jnp.where(follows_F, 0, jnp.where(stops_F, prompt, known_F))
+    wanted_F = jnp.where(follows_F, 0, jnp.where(stops_F, prompt, known_F))
+    if book.joint_R is None:
+        return wanted_F
+    behind_F = (known_F > prompt) & (kept_F > 0) & (kept_F < known_F - 1)
+    waits = book.joint_R[head] & behind_F.any()
+    return jnp.where(waits, jnp.minimum(wanted_F, known_F - 1), wanted_F)
 
 
 def _need(

@@ -159,6 +159,8 @@ def only_decodes(
         stored_B=memory.length_B + wanted_B,
     )
     calm = (wanted_B == seated_B).all() & seated_B.any()
+    if book.joint_R is not None:  # a row that waits for its siblings may store one token, too
+        calm &= (memory.length_B + wanted_B == book.known_B()).all()
     within = wanted_B.sum() <= limits.tokens
     fits = policy.may_grow(demand, memory.room)
     return calm & within & fits & (head.verdict != policy.ADMITTED)
@@ -180,11 +182,19 @@ def targets(book: Book, memory: Rows) -> jax.Array:
     """Tokens that each row is to have stored next: all it knows, [B].
 
     While others wait to fork from it, the first sample stops at the end of the prompt; they have
-    nothing to store till then.
+    nothing to store till then. Samples that draw in one step keep back the token that they draw
+    from till each of them has stored all before it: after a preemption that takes some longer.
     """
     follows_B, leader_B = books.follows(book, memory)
-    joint_B = jnp.zeros_like(follows_B).at[leader_B].max(follows_B, mode="drop")
-    return jnp.where(follows_B, 0, jnp.where(joint_B, book.prompt_B(), book.known_B()))
+    forked_B = jnp.zeros_like(follows_B).at[leader_B].max(follows_B, mode="drop")
+    known_B = book.known_B()
+    target_B = jnp.where(follows_B, 0, jnp.where(forked_B, book.prompt_B(), known_B))
+    if book.joint_R is None:
+        return target_B
+    behind_B = (known_B > book.prompt_B()) & (memory.length_B < known_B - 1)
+    waits_R = jnp.zeros_like(book.joint_R).at[book.owner_B].max(behind_B, mode="drop")
+    waits_B = jnp.append(waits_R & book.joint_R, False)[book.owner_B]
+    return jnp.where(waits_B, jnp.minimum(target_B, known_B - 1), target_B)
 
 
 def draws(book: Book, memory: Rows, step: Step) -> tuple[jax.Array, jax.Array]:

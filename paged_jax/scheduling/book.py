@@ -28,6 +28,7 @@ class Book(flax.struct.PyTreeNode):
     salt_R: jax.Array  # u32: tenant whose blocks alone a request may share
     owner_B: jax.Array  # i32: the request of a row, R for none
     sample_B: jax.Array  # i32: which of its samples
+    joint_R: jax.Array | None = None  # bool: its samples draw in one step; None: nobody's
 
     def known_B(self) -> jax.Array:
         """Tokens of each row's sequence, prompt and drawn; 0 for a free row."""

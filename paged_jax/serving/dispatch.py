@@ -15,65 +15,24 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 
+from paged_jax.decoding import beams as searching
 from paged_jax.decoding import sampling
+from paged_jax.decoding.beams import Searches
 from paged_jax.decoding.caches import Cache
 from paged_jax.decoding.sampling import Samplers, Uses
-from paged_jax.memory import block_table
-from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory import loops
+from paged_jax.memory.block_table import Copies
 from paged_jax.memory.kv_cache import KVCache
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling.batching import Step
-from paged_jax.scheduling.book import Book
-
-
-class Batch(flax.struct.PyTreeNode):
-    """Requests, their rows and what the rows store and draw, between two steps."""
-
-    book: Book
-    cache: Cache
-    token_B: jax.Array  # i32, drawn last, not stored yet
-    end_BX: jax.Array  # i32, tokens that end the row's sequence, -1 for none
-    samplers: Samplers
-    seen_BV: jax.Array | None = None  # bool, where a row penalises repetition
-
-
-class Moment(flax.struct.PyTreeNode):
-    """What the memory log keeps of a step."""
-
-    length_B: jax.Array  # i32, stored tokens
-    tail_B: jax.Array  # i32, last block
-    used: jax.Array  # i32, blocks that rows hold
-    idle: jax.Array  # i32, blocks that are kept for prefix hits
-    copies: jax.Array  # i32, blocks copied so far
-    short: jax.Array  # bool
-
-
-class Planned(flax.struct.PyTreeNode):
-    """A step that was planned, for the host to pack."""
-
-    step: Step
-    owner_B: jax.Array  # i32
-    sample_B: jax.Array  # i32
-    copies: Copies  # to be made when blocks have moved
-    moment: Moment
-    host: Moment | None  # of the rows in host memory
-
-
-class Drawn(flax.struct.PyTreeNode):
-    """Tokens of X steps, -1 where a row drew none, and their moments; ``steps`` of them count."""
-
-    token_XB: jax.Array  # i32
-    logprob_XB: jax.Array  # f32
-    moments: Moment  # each array with an axis X in front
-    steps: jax.Array  # i32
+from paged_jax.serving.batch import Batch, Draw, Drawn, Moment, Planned, held, moment_of
 
 
 @functools.partial(
@@ -108,9 +67,10 @@ def submit(
     samples_R: jax.Array,
     salt_R: jax.Array,
     token_RT: jax.Array,
+    how: Searches | None,
 ) -> Batch:
     """Enters requests into the marked slots, which are empty; ``rank_R`` holds for all."""
-    book = batch.book
+    book, beams = batch.book, batch.beams
     new_RF = jnp.broadcast_to(new_R[:, None], book.live_RF.shape)
     sample_F = jnp.arange(book.live_RF.shape[1])
     book = book.replace(
@@ -122,7 +82,22 @@ def submit(
         salt_R=jnp.where(new_R, salt_R, book.salt_R),
         token_RT=jnp.where(new_R[:, None], token_RT, book.token_RT),
     )
-    return batch.replace(book=book)
+    if beams is not None and how is not None:
+        beams = searching.begin(beams, new_R, how)
+        book = book.replace(joint_R=beams.how.searches_R)
+    return batch.replace(book=book, beams=beams)
+
+
+def allow_searches(batch: Batch) -> Batch:
+    """The batch, some of whose requests may be searched from now on."""
+    if batch.beams is not None:
+        return batch
+    requests, samples = batch.book.live_RF.shape
+    nobody_R = jax.device_put(np.zeros(requests, bool))
+    return batch.replace(
+        book=batch.book.replace(joint_R=nobody_R),
+        beams=searching.create(requests=requests, samples=samples),
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -170,8 +145,8 @@ def plan(batch: Batch, limits: policy.Limits) -> tuple[Batch, Planned]:
         owner_B=book.owner_B,
         sample_B=book.sample_B,
         copies=copies,
-        moment=_moment(batch.cache, copies, step),
-        host=None if host is None else _held(host.table),
+        moment=moment_of(batch.cache, copies, step),
+        host=None if host is None else held(host.table),
     )
 
 
@@ -202,11 +177,9 @@ def compute(
     start_P: jax.Array,
     *,
     uses: Uses,
-) -> tuple[Batch, jax.Array, jax.Array]:
+) -> tuple[Batch, Draw]:
     """Runs a planned step: makes its copies, stores its packed tokens, cut into rows at
     ``start_P``, and draws.
-
-    Returns the batch, and what each row drew and its log probability, [B]; -1 for nothing.
     """
     queries = token_T.shape[0]
     batch = batch.replace(cache=batch.cache.copy(copies))
@@ -244,13 +217,13 @@ def decode(
     def one_step(carry: tuple[Batch, Drawn]) -> tuple[Batch, Drawn]:
         batch, drawn = carry
         batch, copies, step = _advance(batch, limits, decodes=True)
-        moment = _moment(batch.cache, copies, step)
+        moment = moment_of(batch.cache, copies, step)
         batch = batch.replace(cache=batch.cache.copy(copies))
         view, position_B = batch.cache.view(step.tokens_B > 0, None, rows)
         model = model_of(weights)
         hidden_BE, view = model(batch.token_B, position_B, view)
         batch = batch.replace(cache=batch.cache.keep(view))
-        batch, token_B, logprob_B = _draw(
+        batch, draw = _draw(
             batch, step, model.logits(hidden_BE), step.tokens_B > 0, uses, decodes=True
         )
 
@@ -258,15 +231,17 @@ def decode(
             return many.at[drawn.steps].set(one)
 
         return batch, Drawn(
-            token_XB=put(drawn.token_XB, token_B),
-            logprob_XB=put(drawn.logprob_XB, logprob_B),
+            draws=jax.tree.map(put, drawn.draws, draw),
             moments=jax.tree.map(put, drawn.moments, moment),
             steps=drawn.steps + 1,
         )
 
     nothing = Drawn(
-        token_XB=jnp.full((most_steps, rows), -1, jnp.int32),
-        logprob_XB=jnp.zeros((most_steps, rows)),
+        draws=Draw(
+            token_B=jnp.full((most_steps, rows), -1, jnp.int32),
+            logprob_B=jnp.zeros((most_steps, rows)),
+            parent_B=None if batch.beams is None else jnp.zeros((most_steps, rows), jnp.int32),
+        ),
         moments=Moment(
             length_B=jnp.zeros((most_steps, rows), jnp.int32),
             tail_B=jnp.zeros((most_steps, rows), jnp.int32),
@@ -308,28 +283,6 @@ def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Bat
     return batch.replace(book=book, cache=batch.cache.replace(rows=rows)), copies, step
 
 
-def _moment(cache: Cache, copies: Copies, step: Step) -> Moment:
-    """The moment of a step whose copies are yet to be made."""
-    return _held(cache.table).replace(
-        used=cache.table.pool.used - cache.rows.idle,
-        idle=cache.rows.idle,
-        copies=cache.copies + cache.count(copies),
-        short=step.verdict == policy.SHORT,
-    )
-
-
-def _held(table: BlockTable) -> Moment:
-    """What rows hold."""
-    return Moment(
-        length_B=table.length_B,
-        tail_B=block_table.last_block(table, table.length_B > 0),
-        used=table.pool.used,
-        idle=jnp.int32(0),
-        copies=jnp.int32(0),
-        short=jnp.bool_(False),
-    )
-
-
 def _draw(
     batch: Batch,
     step: Step,
@@ -338,15 +291,21 @@ def _draw(
     uses: Uses,
     *,
     decodes: bool = False,
-) -> tuple[Batch, jax.Array, jax.Array]:
+) -> tuple[Batch, Draw]:
     """The marked rows draw from their logits, and the step ends."""
-    book = batch.book
+    book, rows, beams, parent_B = batch.book, batch.cache.rows, batch.beams, None
     nth_B = book.drawn_RF.at[book.owner_B, book.sample_B].get(mode="fill", fill_value=0)
     token_B, logprob_B = sampling.sample(logits_BV, batch.samplers, nth_B, uses, batch.seen_BV)
     ends_B = (token_B[:, None] == batch.end_BX).any(axis=1)
-    book, rows, _ = batching.finish(
-        book, batch.cache.rows, step, draws_B, token_B, ends_B, decodes=decodes
-    )
+    if beams is not None:
+        beams, chosen = searching.choose(beams, book, logits_BV, batch.end_BX, draws_B)
+        token_B = jnp.where(chosen.searches_B, chosen.token_B, token_B)
+        logprob_B = jnp.where(chosen.searches_B, chosen.score_B, logprob_B)
+        ends_B = jnp.where(chosen.searches_B, chosen.ends_B, ends_B)
+        moves = (chosen.parent_B != jnp.arange(len(token_B))).any()
+        rows = loops.when(moves, lambda rows: rows.reorder(chosen.parent_B), rows)
+        parent_B = jnp.where(draws_B, chosen.parent_B, len(token_B))
+    book, rows, _ = batching.finish(book, rows, step, draws_B, token_B, ends_B, decodes=decodes)
     seen_BV = batch.seen_BV
     if seen_BV is not None:
         target_B = jnp.where(draws_B, token_B, seen_BV.shape[1])
@@ -356,5 +315,7 @@ def _draw(
         cache=batch.cache.replace(rows=rows),
         token_B=jnp.where(draws_B, token_B, batch.token_B),
         seen_BV=seen_BV,
+        beams=beams,
     )
-    return batch, jnp.where(draws_B, token_B, -1), jnp.where(draws_B, logprob_B, 0.0)
+    draw = Draw(jnp.where(draws_B, token_B, -1), jnp.where(draws_B, logprob_B, 0.0), parent_B)
+    return batch, draw

@@ -5,14 +5,16 @@ slots in order of service, and looks at the device once a dispatch: after one st
 prompts, or after many that only decode. Who runs, waits or is preempted is decided on the device by
 ``scheduling.batching``; a preempted request recomputes its tokens, or gets them back from host
 memory, and goes on as if nothing had been. Samples of a request share its prompt's blocks and copy
-the partial last one when they write.
+the partial last one when they write. A beam search is a request like any other, whose rows are
+chosen together.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from typing import Any
 
@@ -20,19 +22,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-from paged_jax.config import MOST, EngineConfig
+from paged_jax.config import EngineConfig
 from paged_jax.decoding import sampling
+from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.caches import Cache
-from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import prefix_hits
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
 from paged_jax.scheduling.batching import Step
-from paged_jax.serving import dispatch, settings
+from paged_jax.serving import beam_search, dispatch, entries, settings
 from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.host_memory import HostMemory
 from paged_jax.serving.memory_log import MemoryLog
-from paged_jax.serving.requests import Request, Sequence
+from paged_jax.serving.requests import Params, Request, Search, Sequence, as_samples
+
+_ORDER = operator.attrgetter("order")
 
 
 class Engine:
@@ -79,7 +83,7 @@ class Engine:
     def add(
         self,
         prompt_ids: Sequences[int],
-        params: SamplingParams,
+        params: Params,
         prompt: str | None = None,
         *,
         priority: int = 0,
@@ -87,19 +91,27 @@ class Engine:
     ) -> Request:
         """Queues a request; the lowest ``priority`` is served first, then the first to come.
 
-        With prefix caching it shares blocks with requests of the same ``salt`` alone. Raises
-        ``ValueError`` for one that could never be served.
+        Its ``params`` say whether it is sampled or searched; the sequences of a search are its
+        beams, and once it is over what was found. With prefix caching it shares blocks with
+        requests of the same ``salt`` alone. Raises ``ValueError`` for one that could never be
+        served.
         """
         settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
-        samples = self._batch.book.live_RF.shape[1]
-        settings.check_room(self.config, len(prompt_ids), params, samples)
-        settings.end_tokens(params, self._end_ids)
-        sequences = [Sequence() for _ in range(params.n)]
+        most, samples = self._batch.book.live_RF.shape[1], as_samples(params)
+        settings.check_room(self.config, len(prompt_ids), params, most)
+        settings.end_tokens(samples, self._end_ids)
         request = Request(
-            prompt, list(prompt_ids), params, sequences, priority, salt, next(self._numbers)
+            prompt=prompt,
+            prompt_ids=list(prompt_ids),
+            params=samples,
+            sequences=[Sequence() for _ in range(samples.n)],
+            search=Search(params) if isinstance(params, BeamSearchParams) else None,
+            priority=priority,
+            salt=salt,
+            number=next(self._numbers),
         )
         self._use([params])
-        bisect.insort(self._queue, request, key=_order)
+        bisect.insort(self._queue, request, key=_ORDER)
         return request
 
     @property
@@ -107,8 +119,8 @@ class Engine:
         """What the rows hold now; the next dispatch takes its arrays."""
         return self._batch.cache
 
-    def warm(self, *params: SamplingParams) -> None:
-        """Compiles all that requests drawn with such ``params`` may need.
+    def warm(self, *params: Params) -> None:
+        """Compiles all that requests of such ``params`` may need.
 
         Without it a program is compiled when it is first needed, while requests wait. Raises
         ``ValueError`` once requests are served.
@@ -145,7 +157,7 @@ class Engine:
         self._submit()
         return (self._calm and self._decode()) or self._compute()
 
-    def trace_decode(self, params: SamplingParams) -> jax.stages.Traced:
+    def trace_decode(self, params: Params) -> jax.stages.Traced:
         """The program of a decode dispatch for requests of such params, to look into."""
         self._use([params])
         return dispatch.decode.trace(
@@ -153,9 +165,15 @@ class Engine:
         )
 
     def stop(self, request: Request, sequence: Sequence, tokens: int) -> None:
-        """Ends a sequence after its first ``tokens`` tokens: a stop string was met."""
+        """Ends a sequence after its first ``tokens`` tokens: a stop string was met.
+
+        One beam's end is the end of all, where they are.
+        """
         if not sequence.finish_reason:
-            self._leave(request, [sequence])
+            ended = request.sequences if request.search else [sequence]
+            self._leave(request, ended)
+            for one in ended:
+                one.finish("stop", len(one.token_ids))
         sequence.finish("stop", tokens)
         self._free(request)
 
@@ -170,9 +188,11 @@ class Engine:
             sequence.finish("abort", len(sequence.token_ids))
         self._free(request)
 
-    def _use(self, params: Sequences[SamplingParams]) -> None:
+    def _use(self, params: Sequences[Params]) -> None:
         """From now on the device can draw with such ``params``."""
-        self._uses |= sampling.Uses.of(params)
+        self._uses |= sampling.Uses.of(list(map(as_samples, params)))
+        if any(isinstance(one, BeamSearchParams) for one in params):
+            self._batch = dispatch.allow_searches(self._batch)
         if self._uses.penalises and self._batch.seen_BV is None:
             seen_BV = jax.device_put(np.zeros((self.config.rows, self._vocabulary), bool))
             self._batch = self._batch.replace(seen_BV=seen_BV)
@@ -196,48 +216,24 @@ class Engine:
         """Slots whose requests have not begun, and now are those of queued ones that come first."""
         running = {held[0] for held in self._row if held}
         idle = [
-            (_order(one), slot, one)
+            (one.order, slot, one)
             for slot, one in enumerate(self._slots)
             if one and one not in running and not one.begun
         ]
         taken = []
         for order, slot, late in sorted(idle, reverse=True):
-            if not self._queue or order < _order(self._queue[0]):
+            if not self._queue or order < self._queue[0].order:
                 break
             self._slots[slot] = self._queue.pop(0)
-            bisect.insort(self._queue, late, key=_order)
+            bisect.insort(self._queue, late, key=_ORDER)
             taken.append(slot)
         return taken
 
     def _enter(self, new: list[int]) -> None:
         """Tells the device of the requests in ``new`` slots, and everybody's rank."""
-        rank_R = np.full(len(self._slots), MOST, np.int32)
-        ranked = sorted((_order(one), slot) for slot, one in enumerate(self._slots) if one)
-        rank_R[[slot for _, slot in ranked]] = np.arange(len(ranked))
-
-        def of(value: Callable[[Request], int]) -> np.ndarray:
-            values = [value(one) if one else 1 for one in self._slots]
-            return np.array(values, np.int32)
-
-        self._batch = dispatch.submit(
-            self._batch,
-            _marks(new, len(self._slots)),
-            rank_R,
-            of(lambda request: len(request.prompt_ids)),
-            of(lambda request: request.params.max_tokens),
-            of(lambda request: request.params.n),
-            of(lambda request: request.salt).astype(np.uint32),
-            self._prompts(),
-        )
-
-    def _prompts(self) -> np.ndarray:
-        """The slots' prompts as the prefix cache looks them up; nothing without one."""
-        token_RT = np.zeros(self._batch.book.token_RT.shape, np.int32)
-        if self.config.prefix_caching:
-            for slot, request in enumerate(self._slots):
-                if request is not None:
-                    token_RT[slot, : len(request.prompt_ids)] = request.prompt_ids
-        return token_RT
+        how = None if self._batch.beams is None else beam_search.describe(self._slots)
+        tokens = self._batch.book.token_RT.shape[1]
+        self._batch = dispatch.submit(self._batch, *entries.of_slots(self._slots, new, tokens), how)
 
     def _decode(self) -> list[Request]:
         """Many steps in which every row decodes; none where the next one has to be planned."""
@@ -246,14 +242,15 @@ class Engine:
             most_steps=self.config.dispatch_steps,
             uses=self._uses,
         )
-        drawn = self.reads(drawn)
+        drawn, beams = self.reads((drawn, self._batch.beams))
         self._calm = drawn.steps == self.config.dispatch_steps
         moved: list[Request] = []
         for nth in range(drawn.steps):
-            moment = jax.tree.map(lambda many, nth=nth: many[nth], drawn.moments)
+            parts = drawn.moments, drawn.draws
+            moment, draw = jax.tree.map(lambda many, nth=nth: many[nth], parts)
             self._record(moment)
-            moved += self._collect(drawn.token_XB[nth], drawn.logprob_XB[nth])
-        return list(dict.fromkeys(moved))
+            moved += self._collect(draw, beams)
+        return self._conclude(moved, beams)
 
     def _decode_arguments(self) -> tuple[Any, ...]:
         steps = np.int32(self.config.dispatch_steps)
@@ -266,9 +263,11 @@ class Engine:
         found = self.reads(planned)
         self.preemptions += int(found.step.preempted_R.sum())
         if found.step.moved:
-            self._swap(found.step)
-        for slot in np.flatnonzero(found.step.admitted_R):
-            self._count_hit(self._slots[slot], int(found.step.found_R[slot]))
+            assert self._host is not None, "somebody is swapped"
+            self._batch = self._host.move(self._batch, found.step, self._slots)
+            self.swaps += int((found.step.swapped_R & found.step.preempted_R).sum())
+        if self.config.prefix_caching:
+            self._count_hits(found.step)
         self._seat(found)
         self._record(found.moment)
         tokens_of = {
@@ -278,35 +277,22 @@ class Engine:
         }
         assert tokens_of, "somebody is served in every step"
         packed = dispatch.pack(tokens_of, self.config.rows, self._most_tokens)
-        self._batch, token_B, logprob_B = dispatch.compute(
+        self._batch, draw = dispatch.compute(
             *self._model, self._batch, planned.step, planned.copies, *packed, uses=self._uses
         )
-        return self._collect(*self.reads((token_B, logprob_B)))
+        draw, beams = self.reads((draw, self._batch.beams))
+        return self._conclude(self._collect(draw, beams), beams)
 
-    def _swap(self, step: Step) -> None:
-        """Moves the blocks of requests that go to host memory, or come back."""
-        assert self._host is not None, "somebody is swapped"
-        samples = self._batch.book.live_RF.shape[1]
-        out_R, in_R = step.swapped_R & step.preempted_R, step.swapped_R & step.admitted_R
-        self._batch = self._host.move(
-            self._batch, np.repeat(out_R, samples), np.repeat(in_R, samples)
-        )
-        self.swaps += int(out_R.sum())
-        for slot, request in enumerate(self._slots):
-            if request is not None and step.swapped_R[slot]:
-                request.swapped = bool(out_R[slot])
-
-    def _count_hit(self, request: Request | None, found: int) -> None:
-        """Counts what a request found in the prefix cache, apart for those that come back."""
-        assert request is not None, "it was admitted from a slot"
-        if self.config.prefix_caching:
-            tokens = len(request.prompt_ids) + len(request.sequences[0].token_ids)
-            size = self.config.block_size
+    def _count_hits(self, step: Step) -> None:
+        """Counts what requests found in the prefix cache, apart for those that come back."""
+        size = self.config.block_size
+        for slot in np.flatnonzero(step.admitted_R & ~step.swapped_R):
+            request = self._slots[slot]
+            assert request is not None, "it was admitted from this slot"
             kind = "resumed" if request.looked_up else "new"
             request.looked_up = True
-            self.hits[kind] = prefix_hits.add(
-                self.hits[kind], np.int32(tokens), np.int32(found // size), size
-            )
+            tokens, found = np.int32(len(request.known(0))), np.int32(step.found_R[slot] // size)
+            self.hits[kind] = prefix_hits.add(self.hits[kind], tokens, found, size)
 
     @property
     def _most_tokens(self) -> int:
@@ -318,8 +304,7 @@ class Engine:
         held = self._row[row]
         assert held is not None, "a row that computes was seated"
         request, index = held
-        known = request.prompt_ids + request.sequences[index].token_ids
-        return known[length - count : length]
+        return request.known(index)[length - count : length]
 
     def _seat(self, found: dispatch.Planned) -> None:
         """Follows what a plan did to the rows."""
@@ -338,27 +323,10 @@ class Engine:
 
     def _equip(self, seated: dict[int, tuple[Request, int]]) -> None:
         """Gives rows that were seated what they draw with."""
-        rows = self.config.rows
-        idle = SamplingParams(temperature=0)
-        drawing = [(held[0].params, held[1]) if held else (idle, 0) for held in self._row]
-        token_B = np.zeros(rows, np.int32)
-        end_BX = np.full((rows, settings.ENDS), -1, np.int32)
-        seen_BV = np.zeros((rows, self._vocabulary), bool) if self._uses.penalises else None
-        for row, (request, index) in seated.items():
-            ends = settings.end_tokens(request.params, self._end_ids)
-            end_BX[row, : len(ends)] = ends
-            known = request.prompt_ids + request.sequences[index].token_ids
-            token_B[row] = known[-1]
-            if seen_BV is not None:
-                seen_BV[row, known] = True
-        self._batch = dispatch.seat(
-            self._batch,
-            _marks(list(seated), rows),
-            token_B,
-            end_BX,
-            sampling.samplers(drawing, rows),
-            seen_BV,
+        equipment = entries.of_rows(
+            self._row, seated, self._end_ids, self._vocabulary, penalises=self._uses.penalises
         )
+        self._batch = dispatch.seat(self._batch, *equipment)
 
     def _record(self, moment: Any) -> None:
         """Logs a ``dispatch.Moment`` that the host has read."""
@@ -375,17 +343,24 @@ class Engine:
             short=bool(moment.short),
         )
 
-    def _collect(self, token_B: np.ndarray, logprob_B: np.ndarray) -> list[Request]:
-        """Hands out what a step drew; returns the requests that drew."""
-        moved = []
-        for row in np.flatnonzero(token_B >= 0):
+    def _collect(self, draw: Any, beams: Beams | None) -> list[Request]:
+        """Hands out a ``dispatch.Draw`` that the host has read; returns the requests that drew.
+
+        ``beams``: the searches as they stood at the end of the dispatch.
+        """
+        moved: list[Request] = []
+        rows_of: dict[Request, dict[int, int]] = {}
+        for row in np.flatnonzero(draw.token_B >= 0):
             held = self._row[row]
             assert held is not None, "a row that draws was seated"
             request, index = held
-            sequence = request.sequences[index]
-            sequence.token_ids.append(int(token_B[row]))
-            sequence.logprobs.append(float(logprob_B[row]))
             moved.append(request)
+            if request.search:
+                rows_of.setdefault(request, {})[index] = int(row)
+                continue
+            sequence = request.sequences[index]
+            sequence.token_ids.append(int(draw.token_B[row]))
+            sequence.logprobs.append(float(draw.logprob_B[row]))
             if sequence.token_ids[-1] in settings.end_tokens(request.params, self._end_ids):
                 sequence.finish_reason = "stop"
             elif len(sequence.token_ids) >= request.params.max_tokens:
@@ -393,6 +368,21 @@ class Engine:
             if sequence.finish_reason:
                 self._row[row] = None
             self._free(request)
+        for request, row_of in rows_of.items():
+            assert beams is not None, "somebody searches"
+            beam_search.follow(request, row_of, draw, beams, self._slots.index(request))
+        if draw.parent_B is not None and self.memory.parents is not None:
+            self.memory.parents.append(draw.parent_B)
+        return moved
+
+    def _conclude(self, moved: list[Request], beams: Beams | None) -> list[Request]:
+        """Ends searches that are over; returns the requests that moved, each once."""
+        moved = list(dict.fromkeys(moved))
+        for request in [one for one in moved if one.search]:
+            assert beams is not None, "somebody searches"
+            if beam_search.conclude(request, beams, self._slots.index(request)):
+                self._row = [one if one and one[0] is not request else None for one in self._row]
+                self._free(request)
         return moved
 
     def _leave(self, request: Request, sequences: list[Sequence]) -> None:
@@ -408,15 +398,3 @@ class Engine:
             else held
             for held in self._row
         ]
-
-
-def _order(request: Request) -> tuple[int, int]:
-    """What requests are served by."""
-    return request.priority, request.number
-
-
-def _marks(places: list[int], count: int) -> np.ndarray:
-    """Which of ``count`` places are named; on the host, where no size takes a program."""
-    marked = np.zeros(count, bool)
-    marked[places] = True
-    return marked

@@ -7,13 +7,16 @@ plan and the step that it planned, while no block is written.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 import jax
 import numpy as np
 
+from paged_jax.scheduling.batching import Step
 from paged_jax.serving import dispatch
 from paged_jax.serving.dispatch import Batch
+from paged_jax.serving.requests import Request
 
 CALL_BLOCKS = 32  # of one transfer: one program moves any number
 
@@ -27,37 +30,49 @@ class HostMemory:
         shapes = jax.eval_shape(dispatch.fetch, batch, self._padded(np.zeros(0, np.int32)))
         self._values = jax.tree.map(lambda x: np.zeros((blocks, *x.shape[1:]), x.dtype), shapes)
 
-    def move(self, batch: Batch, out_Z: np.ndarray, in_Z: np.ndarray) -> Batch:
-        """Moves what a plan decided to; ``out_Z`` and ``in_Z`` mark rows of host memory."""
+    def move(self, batch: Batch, step: Step, slots: Sequences[Request | None]) -> Batch:
+        """Moves the blocks of requests that a step sends to host memory or brings back.
+
+        ``step``: on the host. ``slots``: the requests, which know from then on where they are.
+        """
         host = batch.cache.rows.host
         assert host is not None, "it has host memory"
-        device_ZM, host_ZM = self._read((host.device_ZM, host.host_ZM))
-        self._store(batch, device_ZM[out_Z], host_ZM[out_Z])
-        return self._restore(batch, device_ZM[in_Z], host_ZM[in_Z])
+        out_R, in_R = step.swapped_R & step.preempted_R, step.swapped_R & step.admitted_R
+        device_RFM, host_RFM = (
+            table_ZM.reshape(len(slots), -1, table_ZM.shape[1])
+            for table_ZM in self._read((host.device_ZM, host.host_ZM))
+        )
+        self._store(batch, device_RFM[out_R], host_RFM[out_R])
+        batch = self._restore(batch, device_RFM[in_R], host_RFM[in_R])
+        for slot in np.flatnonzero(step.swapped_R).tolist():
+            request = slots[slot]
+            assert request is not None, "it was admitted from this slot, or preempted"
+            request.swapped = bool(out_R[slot])
+        return batch
 
     def warm(self, batch: Batch) -> Batch:
         """Compiles what ``move`` runs; moves nothing."""
         nothing = self._padded(np.zeros(0, np.int32))
         return dispatch.put(batch, nothing, self._read(dispatch.fetch(batch, nothing)))
 
-    def _store(self, batch: Batch, device_FM: np.ndarray, host_FM: np.ndarray) -> None:
-        for device_C, host_C in self._calls(device_FM, host_FM):
+    def _store(self, batch: Batch, device_ZM: np.ndarray, host_ZM: np.ndarray) -> None:
+        for device_C, host_C in self._calls(device_ZM, host_ZM):
             found = self._read(dispatch.fetch(batch, self._padded(device_C)))
             for held, values in zip(*map(jax.tree.leaves, (self._values, found)), strict=True):
                 held[host_C] = values[: len(host_C)]
 
-    def _restore(self, batch: Batch, device_FM: np.ndarray, host_FM: np.ndarray) -> Batch:
-        for device_C, host_C in self._calls(device_FM, host_FM):
+    def _restore(self, batch: Batch, device_ZM: np.ndarray, host_ZM: np.ndarray) -> Batch:
+        for device_C, host_C in self._calls(device_ZM, host_ZM):
             values = jax.tree.map(lambda held, host_C=host_C: _rows(held, host_C), self._values)
             batch = dispatch.put(batch, self._padded(device_C), values)
         return batch
 
     def _calls(
-        self, device_FM: np.ndarray, host_FM: np.ndarray
+        self, device_ZM: np.ndarray, host_ZM: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The blocks that rows name, cut into transfers."""
-        named_FM = device_FM < self._none
-        pair_UZ = np.stack([device_FM[named_FM], host_FM[named_FM]])
+        named_ZM = device_ZM < self._none
+        pair_UZ = np.stack([device_ZM[named_ZM], host_ZM[named_ZM]])
         starts = range(0, pair_UZ.shape[1], CALL_BLOCKS)
         return [tuple(pair_UZ[:, start : start + CALL_BLOCKS]) for start in starts]
 

@@ -17,14 +17,15 @@ from paged_jax.config import EngineConfig
 from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.model import tokenizers, weights
-from paged_jax.serving import beam_search
 from paged_jax.serving.engine import Engine
 from paged_jax.serving.requests import (
     CompletionOutput,
     MemoryUse,
+    Params,
     Request,
     RequestOutput,
     Sequence,
+    as_samples,
 )
 
 Prompt = str | Sequences[int]  # text, or token ids
@@ -60,11 +61,7 @@ class LLM:
         Results depend on prompt, params and sequence number alone, not on what else runs. Raises
         ``ValueError`` before anything runs for a prompt that cannot be served.
         """
-        engine, requests = self._start(prompts, params or SamplingParams())
-        for _ in self._advance(engine):
-            pass
-        memory = engine.memory.settle()
-        return [self._output(request, memory) for request in requests]
+        return self._serve(prompts, params or SamplingParams())
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -90,25 +87,25 @@ class LLM:
         self, prompts: Prompt | Sequences[Prompt], params: BeamSearchParams | None = None
     ) -> list[RequestOutput]:
         """The best ``beam_width`` outputs of every prompt, best first. Errors as ``generate``."""
-        given = _listed(prompts)
-        params = params or BeamSearchParams()
-        encoded = [self._encode(prompt) for prompt in given]
-        requests, logs = beam_search.run(self.model, self.config, encoded, params)
-        for prompt, request in zip(given, requests, strict=True):
-            request.prompt = prompt if isinstance(prompt, str) else None
-        memory = logs[0].settle(*logs[1:])
+        return self._serve(prompts, params or BeamSearchParams())
+
+    def _serve(self, prompts: Prompt | Sequences[Prompt], params: Params) -> list[RequestOutput]:
+        engine, requests = self._start(prompts, params)
+        for _ in self._advance(engine):
+            pass
+        memory = engine.memory.settle()
         return [self._output(request, memory) for request in requests]
 
     def _start(
-        self, prompts: Prompt | Sequences[Prompt], params: SamplingParams
+        self, prompts: Prompt | Sequences[Prompt], params: Params
     ) -> tuple[Engine, list[Request]]:
         """An engine with a row for every sequence, as far as there are, and the requests in it."""
-        given = _listed(prompts)
-        if params.stop and self.tokenizer is None:
+        given, samples = _listed(prompts), as_samples(params)
+        if samples.stop and self.tokenizer is None:
             raise ValueError("stop: the model has no tokenizer, use stop_token_ids")
-        rows = min(self.config.rows, 1 << (len(given) * params.n - 1).bit_length())
+        rows = min(self.config.rows, 1 << (len(given) * samples.n - 1).bit_length())
         config = dataclasses.replace(self.config, rows=rows)
-        engine = Engine(self.model, config, samples=params.n)
+        engine = Engine(self.model, config, samples=samples.n)
         requests = [
             engine.add(self._encode(one), params, one if isinstance(one, str) else None)
             for one in given

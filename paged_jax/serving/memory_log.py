@@ -55,11 +55,12 @@ class Watcher(Protocol):
 class MemoryLog:
     """The moments of one run.
 
-    ``parent_XB``: of a beam search, once it has ended: ``Beams.parent_XB`` of its steps.
+    ``parents``, kept by an engine that searches where there is a list: of each step the row that
+    each row continued, B for those that drew nothing.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self.parent_XB: np.ndarray | None = None
+        self.parents: list[np.ndarray] | None = None
         self.watcher: Watcher | None = None
         self.count = 0  # moments so far
         self._named: dict[Owner, list[Moment]] = {}  # by sequence that has not ended
@@ -111,19 +112,16 @@ class MemoryLog:
                 if not self._waits[moment]:
                     self._settle(moment)
 
-    def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
-        """The mean ledger of this run, and of ``more`` like it. Every sequence has ended.
+    def settle(self, *, skip: int = 0) -> MemoryUse:
+        """The mean ledger of this run, every sequence of which has ended.
 
-        ``skip`` moments of each run are left out at its beginning, ``MOST_SKIPPED`` at most. Rows
-        that outlive their sequence, as beams do, count as filled up to what they hold.
+        ``skip`` moments are left out at its beginning, ``MOST_SKIPPED`` at most.
         """
         if not 0 <= skip <= MOST_SKIPPED:
             raise ValueError(f"skip: expected 0 to {MOST_SKIPPED} moments, got {skip}")
-        logs = (self, *more)
         total = collections.Counter[str]()
-        for log in logs:
-            for counts in log._counted()[skip:]:
-                total.update(counts)
+        for counts in self._counted()[skip:]:
+            total.update(counts)
         size, count = self._block_size, max(total["moments"], 1)
         return MemoryUse(
             pool_slots=self._blocks * size,
@@ -132,7 +130,7 @@ class MemoryLog:
             slots={name: total[name] / count for name in CATEGORIES},
             entry_slots=total["entries"] * size / count,
             saved_slots=(total["entries"] - total["used"]) * size / count,
-            copies=sum(log._copies for log in logs),
+            copies=self._copies,
             running=total["running"] / count,
         )
 

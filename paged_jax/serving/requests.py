@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
+from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
+
+Params = SamplingParams | BeamSearchParams
+
+
+def as_samples(params: Params) -> SamplingParams:
+    """How the rows of a request draw."""
+    return params.samples() if isinstance(params, BeamSearchParams) else params
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One output of a request while it is generated."""
+    """One output of a request while it is generated, or a beam while it is searched."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # a beam's is one, of all
     finish_reason: str | None = None  # "stop", "length" or "abort" when it has ended
     text_length: int | None = None  # characters before the stop string that ended it
 
@@ -22,19 +30,38 @@ class Sequence:
         del self.token_ids[tokens:], self.logprobs[tokens:]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """A beam search that goes on."""
+
+    params: BeamSearchParams
+    # Outputs that have ended, by the tokens before, the beam that held them, and the last token.
+    ended: dict[tuple[int, int, int], list[int]] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and the sequences sampled from it."""
+    """A prompt and the sequences sampled from it, or the best that were found."""
 
     prompt: str | None
     prompt_ids: list[int]
-    params: SamplingParams
-    sequences: list[Sequence]
+    params: SamplingParams  # of a search: those of its beams as samples
+    sequences: list[Sequence]  # one for each row; once a search has ended its outputs, best first
+    search: Search | None = None
     priority: int = 0  # the lowest is served first
     salt: int = 0  # of its tenant: prefix hits stay among requests of one
     number: int = 0  # in the order of arrival
     looked_up: bool = False  # in the prefix cache, at an admission before
     swapped: bool = False  # it waits in host memory
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What requests are served by."""
+        return self.priority, self.number
+
+    def known(self, index: int) -> list[int]:
+        """The tokens of a sequence, prompt and drawn."""
+        return self.prompt_ids + self.sequences[index].token_ids
 
     @property
     def begun(self) -> bool:

@@ -10,9 +10,11 @@ import jax
 
 from paged_jax.config import EngineConfig, ModelConfig
 from paged_jax.decoding import caches
+from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory.layout import blocks_of
 from paged_jax.model.weights import Loaded
+from paged_jax.serving.requests import Params, as_samples
 
 ENDS = 8  # end tokens a row has room for, without another compilation
 
@@ -71,21 +73,22 @@ def check_prompt(
         )
 
 
-def check_room(config: EngineConfig, prompt: int, params: SamplingParams, samples: int) -> None:
+def check_room(config: EngineConfig, prompt: int, params: Params, samples: int) -> None:
     """Raises ``ValueError`` for a request that rows, pool or a step could never take.
 
     ``prompt``: tokens. ``samples``: sequences that an engine's request may have.
     """
-    most = min(config.rows, samples)
-    if params.n > most:
+    most, sequences = min(config.rows, samples), as_samples(params).n
+    if sequences > most:
+        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
         raise ValueError(
-            f"n: expected at most {most} sequences, got {params.n}: there are {config.rows} rows,"
-            f" and a request has up to {samples} samples"
+            f"{name}: expected at most {most} sequences, got {sequences}: there are {config.rows}"
+            f" rows, and a request has up to {samples} samples"
         )
-    need = most_blocks(config, prompt, params.max_tokens, params.n)
+    need = most_blocks(config, prompt, params.max_tokens, sequences)
     if config.cache == "paged" and need > config.blocks:
         raise ValueError(
-            f"pool_slots: {prompt} prompt and {params.n} x {params.max_tokens} output tokens may"
+            f"pool_slots: {prompt} prompt and {sequences} x {params.max_tokens} output tokens may"
             f" need {need} blocks of {config.block_size} slots, the pool has {config.blocks}"
         )
     # What was preempted is recomputed like a prompt, but for the token that was drawn last.

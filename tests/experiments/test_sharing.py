@@ -17,7 +17,7 @@ from paged_jax.config import EngineConfig
 from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.measure import results
-from paged_jax.serving import beam_search, engine
+from paged_jax.serving import engine
 from tests.support import models
 
 PROMPTS = [[3, 14, 15, 9, 26], [5, 1, 8, 30], [35, 8, 9, 7, 9, 3, 2, 38, 46], [17], [50, 21, 4]]
@@ -63,14 +63,15 @@ def expected_of_beams(parent_XB, prompt_R, size: int) -> forks.Beams:
         live = [b for b in range(rows) if parent_XB[step, b] < rows]
         tails = collections.Counter(text[b][-1] for b in live if len(text[b]) % size)
         copies += sum(tails.values()) - len(tails)
+        text = {b: text[b] for b in live}
         written = {b: [*text[b], ("step", step, b)] for b in live}
-        text = {b: written[parent_XB[step, b]] for b in live}
         for moment, texts in enumerate((text, written)):
             ends = [
                 [tokens[min(end, len(tokens)) - 1] for end in range(size, len(tokens) + size, size)]
                 for tokens in texts.values()
             ]
             totals[moment] += sum(map(len, ends)), len(set().union(*ends))
+        text = {b: written[parent_XB[step, b]] for b in live}
     (entries, used), (writing_entries, writing_used) = totals / (steps - 1)
     return forks.Beams(
         forks.Sharing(entries, used, copies), forks.Sharing(writing_entries, writing_used, copies)
@@ -96,8 +97,13 @@ def test_samples_of_a_model_save_what_their_lengths_say(model):
 
 @pytest.fixture(scope="module")
 def parent_XB(model):
-    params = dataclasses.replace(BEAMS, beam_width=WIDTH)
-    return beam_search.run(model, CONFIG, PROMPTS, params)[1][0].parent_XB
+    serving = engine.Engine(model, CONFIG, samples=WIDTH)
+    parents: list[np.ndarray] = []
+    serving.memory.parents = parents
+    for prompt_ids in PROMPTS:
+        serving.add(prompt_ids, dataclasses.replace(BEAMS, beam_width=WIDTH))
+    collections.deque(serving.run(), maxlen=0)
+    return np.stack(parents)
 
 
 def test_beams_of_a_model_save_what_their_lineage_says(model, parent_XB):
@@ -109,6 +115,7 @@ def test_beams_of_a_model_save_what_their_lineage_says(model, parent_XB):
     np.testing.assert_allclose(outcome.measured, expected.between)
     np.testing.assert_allclose(outcome.predicted, expected.between)
     np.testing.assert_allclose(outcome.writing, expected.writing)
+    np.testing.assert_allclose(outcome.predicted_writing, expected.writing)
     np.testing.assert_allclose(outcome.by_token, expected_of_beams(parent_XB, PROMPT_R, 1).between)
     assert outcome.writing.saving < outcome.measured.saving
     np.testing.assert_array_equal(outcome.output_RF[:, 0], steps_R)
@@ -120,7 +127,8 @@ def test_a_wrong_record_is_noticed(parent_XB):
     rows = parent_XB.shape[1]
     unforked, longer = parent_XB.copy(), parent_XB.copy()
     own = np.arange(rows) // WIDTH * WIDTH
-    forked = np.argwhere((parent_XB < rows) & (parent_XB != np.arange(rows)))[-1]
+    goes_on_XB = parent_XB[1:] < rows
+    forked = np.argwhere((parent_XB[:-1] != np.arange(rows)) & goes_on_XB)[-1]
     unforked[tuple(forked)] = forked[1]
     ended = int(np.argwhere(parent_XB == rows)[0, 0])
     longer[ended] = np.where(parent_XB[ended] == rows, own, parent_XB[ended])
@@ -129,7 +137,8 @@ def test_a_wrong_record_is_noticed(parent_XB):
         outcome = sharing.Outcome(
             measured=right,
             predicted=found,
-            writing=found,
+            writing=right,
+            predicted_writing=right,
             by_token=found,
             prompt_R=PROMPT_R,
             output_RF=PROMPT_R[:, None],

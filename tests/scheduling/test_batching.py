@@ -211,6 +211,23 @@ def test_the_only_one_preempts_itself() -> None:
     ]
 
 
+@pytest.mark.parametrize("joint", [True, False])
+def test_samples_that_draw_together_wait_for_each_other(joint: bool) -> None:
+    """They come back with tokens to compute, of which a step takes fewer than they have."""
+    limits, parted = policy.limits(rows=ROWS, blocks=40, tokens=5, chunked=True), False
+    for drawn in range(7):
+        book = book_of([(0, 5, [9] * 3)])
+        book = book.replace(drawn_RF=book.drawn_RF + drawn, joint_R=jnp.array([joint]))
+        memory = rows.create(rows=ROWS, blocks=40, block_size=4, blocks_per_row=8)
+        while book.live_RF.any():
+            book, memory, found = one_step(book, memory, limits, jnp.array([True]))
+            seated, _, _, draws_B, calm, _ = found
+            draws, running = int(draws_B.sum()), int(books.seated(seated).sum())
+            parted |= draws not in (0, running)
+            assert draws == running or not calm
+    assert parted != joint
+
+
 def test_a_long_prompt_waits_for_a_whole_budget_or_is_cut() -> None:
     """The second prompt does not fit what the first leaves of the budget; the third would."""
     requests = [(30, 2), (40, 2), (5, 2)]

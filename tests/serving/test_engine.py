@@ -37,7 +37,7 @@ def order(request: Request) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", LOADS)
 def test_preempted_requests_draw_as_if_alone(name: str) -> None:
-    whole = {"chunked_prefill": False, "step_tokens": 24}
+    whole: dict[str, Any] = {"chunked_prefill": False, "step_tokens": 24}
     engine = engines.create(**(whole if name == "whole" else {}))
     requests = [engine.add(*one) for one in engines.random_requests(3, 30, **LOADS[name])]
     resumed: set[Request] = set()

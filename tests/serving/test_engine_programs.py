@@ -16,10 +16,9 @@ import pytest
 
 from paged_jax.config import EngineConfig
 from paged_jax.decoding import sampling
-from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.model.weights import Loaded
-from paged_jax.serving import beam_search, dispatch, llm, memory_log
+from paged_jax.serving import beam_search, dispatch, entries, llm, memory_log
 from paged_jax.serving import engine as engine_module
 from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.engine import Engine
@@ -27,6 +26,12 @@ from tests.support import backends, engines, models
 from tests.support import decoder as definition
 
 TRANSFER = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b", re.IGNORECASE)
+
+
+@pytest.fixture(params=[False, True], ids=["samples", "searches"])
+def searches(request: pytest.FixtureRequest) -> bool:
+    """Whether an engine is used for beam search beside sampling."""
+    return request.param
 
 
 def transfers(engine: Engine) -> list[str]:
@@ -38,8 +43,8 @@ def transfers(engine: Engine) -> list[str]:
     return [*map(str, traced.jaxpr.effects), *TRANSFER.findall(text)]
 
 
-def test_a_dispatch_does_not_talk_to_the_host() -> None:
-    assert transfers(engines.create()) == []
+def test_a_dispatch_does_not_talk_to_the_host(searches: bool) -> None:
+    assert transfers(engines.create(searches=searches)) == []
 
 
 def test_a_print_within_a_dispatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +107,7 @@ def unowned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     # int, bool, float, an index, a format: all of them come to `_value`.
     for name in ("_value", "__array__", "__iter__", "item", "block_until_ready"):
         monkeypatch.setattr(array_type, name, spy(name))
-    for module in (engine_module, beam_search, memory_log):
+    for module in (engine_module, beam_search, entries, memory_log):
         monkeypatch.setattr(module, "np", HostNumPy(found))
     return found
 
@@ -124,20 +129,24 @@ def dispatches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def serve_six(engine: Engine) -> None:
-    """As many requests as rows, that decode most of the time."""
-    for number in range(6):
+def serve_six(engine: Engine, *, searches: bool = False) -> None:
+    """As many sequences as rows, that decode most of the time; with ``searches`` half are beams."""
+    for number in range(6 - 3 * searches):
         engine.add([number], dataclasses.replace(engines.KINDS[number % 3], max_tokens=6))
+    if searches:
+        engine.add([3], dataclasses.replace(engines.SEARCH, max_tokens=6))
     for _ in engine.run():
         pass
 
 
-def test_one_read_a_dispatch_and_no_other(unowned: list[str], dispatches: list[str]) -> None:
-    engine = engines.create()
+def test_one_read_a_dispatch_and_no_other(
+    unowned: list[str], dispatches: list[str], searches: bool
+) -> None:
+    engine = engines.create(searches=searches)
     dispatches.clear()
     unowned.clear()
     before = engine.reads.count
-    serve_six(engine)
+    serve_six(engine, searches=searches)
     engine.abort(engine.add([1], engines.KINDS[0]))
     reads = engine.reads.count - before
     assert reads == len(dispatches)
@@ -175,21 +184,7 @@ def test_more_reads_are_found(
         assert len(unowned) == engine.memory.count
 
 
-@pytest.mark.slow
-def test_a_beam_search_reads_once_a_dispatch(
-    monkeypatch: pytest.MonkeyPatch, unowned: list[str]
-) -> None:
-    reads = DeviceReads()
-    monkeypatch.setattr(beam_search, "DeviceReads", lambda: reads)
-    config = EngineConfig(block_size=4, pool_slots=64, max_length=16, dispatch_steps=4)
-    params = BeamSearchParams(beam_width=2, max_tokens=9)
-    beam_search.run(engines.MODEL, config, [[1, 2], [3]], params)
-    # After the prompts, after two dispatches of four steps each, and what was found.
-    assert reads.count == 4
-    assert unowned == []
-
-
-@pytest.mark.parametrize("module", [engine_module, beam_search, llm, memory_log, dispatch])
+@pytest.mark.parametrize("module", [engine_module, beam_search, entries, llm, memory_log, dispatch])
 def test_no_other_module_of_serving_fetches(module: Any) -> None:
     names = {
         node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
@@ -199,17 +194,21 @@ def test_no_other_module_of_serving_fetches(module: Any) -> None:
     assert names.isdisjoint(fetches)
 
 
-def test_a_trace_compiles_few_programs_and_none_late() -> None:
+def test_a_trace_compiles_few_programs_and_none_late(searches: bool) -> None:
     """Making and warming an engine compiles all that 60 requests of all kinds need."""
     sizes = [len(dispatch.sizes(one.step_tokens)) for one in (engines.CONFIG, EngineConfig())]
     assert sizes == [1, 3]
-    assert len(engines.first_compilations()) + sizes[1] - sizes[0] <= 16
-    engine = engines.create()
+    assert len(engines.first_compilations(searches)) + sizes[1] - sizes[0] <= 16
+    engine = engines.create(searches=searches)
+    load: list[Any] = [*engines.random_requests(21, 60, prompt=20, output=11)]
+    if searches:  # instead of what had three samples
+        wide = {number: one for number, one in enumerate(load) if one[1].n == 3}
+        for number, (prompt, params) in wide.items():
+            ways = {"max_tokens": params.max_tokens, "length_penalty": number % 3}
+            load[number] = prompt, dataclasses.replace(engines.SEARCH, **ways)
     kept: list[int] = []
     with engines.compilations() as names:
-        requests = [
-            engine.add(*one) for one in engines.random_requests(21, 60, prompt=20, output=11)
-        ]
+        requests = [engine.add(*one) for one in load]
         for dispatched, _ in enumerate(engine.run()):
             if dispatched % 9 == 8:
                 engine.abort(requests[dispatched // 9 % 60])

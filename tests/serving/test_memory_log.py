@@ -199,20 +199,6 @@ def test_moments_are_kept_no_longer_than_until_their_sequences_end() -> None:
         log.settle(skip=17)
 
 
-def test_runs_settle_together() -> None:
-    logs = [watched(random_table(np.random.default_rng(0)))[0] for _ in range(2)]
-    for seed, log in enumerate(logs):
-        run(log, seed)
-    one, other, both = (
-        logs[0].settle(skip=1),
-        logs[1].settle(skip=1),
-        logs[0].settle(logs[1], skip=1),
-    )
-    assert both.copies == one.copies + other.copies
-    assert both.running == pytest.approx((one.running + other.running) / 2)
-    assert one.running != other.running
-
-
 def test_sequences_that_a_search_replaces_end_with_it() -> None:
     log, _ = watched(random_table(np.random.default_rng(0)))
     request = Request(None, [0], SamplingParams(n=2), [Sequence(), Sequence()])

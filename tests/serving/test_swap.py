@@ -11,13 +11,14 @@ import pytest
 
 from paged_jax.config import EngineConfig
 from paged_jax.memory import block_table, prefix_cache
+from paged_jax.scheduling.batching import Step
 from paged_jax.serving import dispatch, host_memory
 from paged_jax.serving.engine import Engine
 from paged_jax.serving.host_memory import HostMemory
 from paged_jax.serving.requests import Request
 from tests.support import engines
 
-SWAP = {"swap_slots": 60}
+SWAP: dict[str, Any] = {"swap_slots": 60}
 
 
 @pytest.fixture
@@ -26,8 +27,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     moved: list[int] = []
     move = HostMemory.move
 
-    def spoil(memory: HostMemory, batch: Any, out_Z: np.ndarray, in_Z: np.ndarray) -> Any:
-        batch = move(memory, batch, out_Z, in_Z)
+    def spoil(memory: HostMemory, batch: Any, step: Step, slots: Any) -> Any:
+        batch = move(memory, batch, step, slots)
+        out_Z = np.repeat(step.swapped_R & step.preempted_R, engines.SAMPLES)
         block_Z = np.asarray(batch.cache.rows.host.device_ZM)[out_Z].ravel()
         for block in block_Z[block_Z < batch.cache.table.pool.none]:
             moved.append(int(block))

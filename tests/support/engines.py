@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig
+from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import block_table
+from paged_jax.model.weights import Loaded
 from paged_jax.serving.engine import Engine
 from paged_jax.serving.requests import Request
 from tests.support import models
@@ -32,26 +34,30 @@ KINDS = (
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.7, repetition_penalty=1.5),
 )
+SEARCH = BeamSearchParams(beam_width=3)
 MODEL = models.tiny()
 
 
-def create(**changes: Any) -> Engine:
-    """A warmed engine; ``changes`` are settings that few programs depend on."""
-    first_compilations()
-    return _create(**changes)
+def create(*, searches: bool = False, model: Loaded = MODEL, **changes: Any) -> Engine:
+    """A warmed engine; ``changes`` are settings that few programs depend on.
+
+    ``searches``: it is warm for beam search, too. ``model`` may have end tokens of its own.
+    """
+    first_compilations(searches)
+    return _create(searches, model, **changes)
 
 
-def _create(**changes: Any) -> Engine:
-    engine = Engine(MODEL, dataclasses.replace(CONFIG, **changes), samples=SAMPLES)
-    engine.warm(*KINDS)
+def _create(searches: bool, model: Loaded, **changes: Any) -> Engine:
+    engine = Engine(model, dataclasses.replace(CONFIG, **changes), samples=SAMPLES)
+    engine.warm(*KINDS, *[SEARCH] * searches)
     return engine
 
 
 @functools.cache
-def first_compilations() -> tuple[str, ...]:
-    """What the first engine of the process compiled, from making it to its being warm."""
+def first_compilations(searches: bool = False) -> tuple[str, ...]:
+    """What the first such engine of the process compiled, from making it to its being warm."""
     with compilations() as names:
-        _create()
+        _create(searches, MODEL)
     return tuple(names)
 
 
