@@ -53,6 +53,8 @@ def measure(
             f" {model.config.max_length}"
         )
     blocks_a_row = -(-longest // config.block_size)
+    shape = dataclasses.replace(config, max_length=longest)
+    groups = settings.groups_of(model.config, shape).count
     graphdef, weights = nnx.split(model.decoder)
     cache_of = {
         rows: settings.create_cache(
@@ -60,7 +62,7 @@ def measure(
             dataclasses.replace(
                 config,
                 rows=rows,
-                pool_slots=rows * blocks_a_row * config.block_size,
+                pool_slots=groups * rows * blocks_a_row * config.block_size,
                 max_length=longest,
             ),
         )
@@ -105,14 +107,14 @@ def _time(
     )
     elapsed = time.perf_counter() - start
     grown = cell.stored + (cell.chunk or decode_steps)
-    assert (cache.table.length_B == grown).all(), "the pool has room for the longest rows"
+    assert (cache.rows.length_B == grown).all(), "the pool has room for the longest rows"
     return cache, elapsed / steps
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _refill(cache: Cache, stored: jax.Array) -> Cache:
     """All rows emptied, then holding so many tokens each."""
-    rows = cache.table.length_B.shape[0]
+    rows = cache.rows.rows
     return cache.release(jnp.ones(rows, bool)).grow(jnp.full(rows, stored))[0]
 
 
@@ -124,7 +126,7 @@ def _run(
 
     Tokens come back, too: logits that nobody took would not be computed.
     """
-    rows = cache.table.length_B.shape[0]
+    rows = cache.rows.rows
     start_P = None if chunk is None else jnp.array([0, chunk])
 
     def step(_: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:

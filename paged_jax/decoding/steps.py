@@ -68,7 +68,7 @@ def store_prompts(
     draws_B = (source_B < sizes.B) & fits
     source_B = jnp.minimum(source_B, sizes.B - 1)
     further_B = draws_B & (source_B != jnp.arange(sizes.B))
-    cache = cache.fork(jnp.where(further_B, source_B, sizes.B))
+    cache = cache.fork(jnp.where(further_B, source_B, sizes.B)).slide()
     last_B = jnp.clip(start_P[source_B + 1] - 1, 0, sizes.T - 1)
     return batch.replace(cache=cache), model.logits(hidden_TE[last_B]), draws_B, fits
 
@@ -80,4 +80,4 @@ def forward(graphdef: Any, weights: Any, batch: Batch) -> tuple[Batch, jax.Array
     view, position_B = cache.view(batch.live_B & fits, None, batch.live_B.shape[0])
     model = nnx.merge(graphdef, weights)
     hidden_BE, view = model(batch.token_B, position_B, view)
-    return batch.replace(cache=cache.keep(view)), model.logits(hidden_BE), fits
+    return batch.replace(cache=cache.keep(view).slide()), model.logits(hidden_BE), fits

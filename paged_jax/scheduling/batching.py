@@ -199,7 +199,7 @@ def finish(
     decodes: bool = False,
 ) -> tuple[Book, Rows, jax.Array]:
     """The end of a step: blocks it filled are found from now on, samples fork from a stored prompt,
-    rows draw, rows that end are emptied.
+    rows draw, rows that end are emptied, and the others lose what their windows leave behind.
 
     Args:
       book, memory, step: what ``advance`` returned.
@@ -240,7 +240,7 @@ def finish(
         lambda state: books.vacate(*state, ended_B),
         (book.replace(drawn_RF=drawn_RF, live_RF=live_RF), memory),
     )
-    return books.close(book), memory, ended_B
+    return books.close(book), memory.slide(), ended_B
 
 
 def _fork(book: Book, memory: Rows) -> Rows:
@@ -304,6 +304,7 @@ def _judge(
     own_F = jnp.where(live_F, blocks_of(prompt + drawn_F, size) - prompt // size, 0)
     fresh = (drawn_F == 0).all()
     need = jnp.where(fresh, blocks_of(prompt, size), prompt // size + own_F.sum(dtype=jnp.int32))
+    need = memory.need(need, jnp.where(fresh, 1, live), limits.tokens)
     target = jnp.where(live == 1, prompt + jnp.max(drawn_F, where=live_F, initial=0), prompt)
     known = target if live_F.shape[0] == 1 else prompt
     # Nobody waits: nothing is looked up.
@@ -318,7 +319,7 @@ def _judge(
         limits.replace(rows=jnp.minimum(limits.rows, rows)),
         waiting=waits_R.any(),
         need=need + memory.extra_need(block_M, hits),
-        free=memory.room - demand - _outstanding(book, memory, stored_B),
+        free=memory.room - demand - _outstanding(book, memory, limits, stored_B),
         rows=live,
         running=books.seated(book).sum(dtype=jnp.int32),
         preempted=preempted,
@@ -327,10 +328,10 @@ def _judge(
     return Head(head, tokens, block_M, hits, verdict)
 
 
-def _outstanding(book: Book, memory: Rows, stored_B: jax.Array) -> jax.Array:
+def _outstanding(book: Book, memory: Rows, limits: policy.Limits, stored_B: jax.Array) -> jax.Array:
     """Blocks that rows with room for ``stored_B`` tokens have yet to take for what they know."""
     follows_B, _ = books.follows(book, memory)
     known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.block_size
     has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
     gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
-    return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)
+    return memory.outstanding(jnp.maximum(gap_B, 0), stored_B, limits.tokens)

@@ -20,6 +20,7 @@ from paged_jax.decoding import steps
 from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import block_table
+from paged_jax.memory.cache_groups import Windows
 from paged_jax.model.weights import Loaded
 from paged_jax.serving import dispatch, settings
 from paged_jax.serving.device_reads import DeviceReads
@@ -44,19 +45,22 @@ def run(
         )
     for prompt_ids in prompts:
         settings.check_prompt(prompt_ids, params.max_tokens, config, model.config.vocabulary)
-    waves = list(_waves(config, prompts, params))
+    windows = settings.groups_of(model.config, config).windows
+    waves = list(_waves(config, windows, prompts, params))
     served = [_search(model, config, wave, params) for wave in waves]
     return [request for requests, _ in served for request in requests], [log for _, log in served]
 
 
 def _waves(
-    config: EngineConfig, prompts: Prompts, params: BeamSearchParams
+    config: EngineConfig, windows: Windows, prompts: Prompts, params: BeamSearchParams
 ) -> Iterator[list[list[int]]]:
     """Prompts in their order, cut where rows or blocks are used up."""
     wave: list[list[int]] = []
     promised = 0
     for prompt_ids in prompts:
-        need = settings.most_blocks(config, len(prompt_ids), params.max_tokens, params.beam_width)
+        need = settings.most_blocks(
+            config, windows, len(prompt_ids), params.max_tokens, params.beam_width
+        )
         if need > config.blocks:
             raise ValueError(
                 f"pool_slots: {len(prompt_ids)} prompt tokens and {params.beam_width} beams of"
@@ -108,9 +112,9 @@ def _look(beams: Beams, held: Held, log: MemoryLog, reads: DeviceReads) -> np.nd
     """Logs this moment of the cache. Returns the rows that go on."""
     cache = beams.batch.cache
     tail_B = block_table.last_block(cache.table, cache.table.length_B > 0)
-    parts = (cache.table.length_B, tail_B, cache.table.pool.used, cache.copies)
-    (length_B, tail_B, used, copies), live_B = reads((parts, beams.batch.live_B))
-    log.append(length_B, tail_B, int(used), held, copies=int(copies))
+    parts = (cache.rows.length_B, tail_B, cache.table.pool.used, cache.copies, cache.rows.passed)
+    (length_B, tail_B, used, copies, passed), live_B = reads((parts, beams.batch.live_B))
+    log.append(length_B, tail_B, int(used), held, copies=int(copies), passed=int(passed or 0))
     return live_B
 
 

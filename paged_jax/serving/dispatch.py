@@ -46,11 +46,12 @@ class Moment(flax.struct.PyTreeNode):
     """What the memory log keeps of a step."""
 
     length_B: jax.Array  # i32, stored tokens
-    tail_B: jax.Array  # i32, last block
+    tail_B: jax.Array  # i32, last block; of every row of the table
     used: jax.Array  # i32, blocks that rows hold
     idle: jax.Array  # i32, blocks that are kept for prefix hits
     copies: jax.Array  # i32, blocks copied so far
     short: jax.Array  # bool
+    passed: jax.Array | None  # i32, cells that windows have left behind; None without windows
 
 
 class Planned(flax.struct.PyTreeNode):
@@ -76,7 +77,7 @@ class Drawn(flax.struct.PyTreeNode):
 )
 def create(cache: Cache, *, requests: int, samples: int, ends: int) -> Batch:
     """No requests over an empty cache; rows have room for ``ends`` tokens that end them."""
-    rows, cells = cache.table.table_BM.shape
+    rows, cells = cache.rows.rows, cache.table.table_BM.shape[1]
     tokens = 1 if cache.rows.prefix is None else cells * cache.table.block_size
     return Batch(
         book=books.create(requests=requests, samples=samples, rows=rows, tokens=tokens),
@@ -196,7 +197,7 @@ def decode(
     uses: Uses,
 ) -> tuple[Batch, Drawn]:
     """Up to ``steps`` decode steps: as many as pass before somebody comes or goes, none perhaps."""
-    rows = batch.token_B.shape[0]
+    rows, table = batch.token_B.shape[0], batch.cache.table
     model_of = functools.partial(nnx.merge, graphdef)
 
     def goes_on(carry: tuple[Batch, Drawn]) -> jax.Array:
@@ -231,11 +232,12 @@ def decode(
         logprob_XB=jnp.zeros((most_steps, rows)),
         moments=Moment(
             length_B=jnp.zeros((most_steps, rows), jnp.int32),
-            tail_B=jnp.zeros((most_steps, rows), jnp.int32),
+            tail_B=jnp.zeros((most_steps, len(table.length_B)), jnp.int32),
             used=jnp.zeros(most_steps, jnp.int32),
             idle=jnp.zeros(most_steps, jnp.int32),
             copies=jnp.zeros(most_steps, jnp.int32),
             short=jnp.zeros(most_steps, bool),
+            passed=None if table.first_B is None else jnp.zeros(most_steps, jnp.int32),
         ),
         steps=jnp.int32(0),
     )
@@ -273,12 +275,13 @@ def _advance(batch: Batch, limits: policy.Limits, *, decodes: bool) -> tuple[Bat
 def _moment(cache: Cache, step: Step) -> Moment:
     table = cache.table
     return Moment(
-        length_B=table.length_B,
+        length_B=cache.rows.length_B,
         tail_B=block_table.last_block(table, table.length_B > 0),
         used=table.pool.used - cache.rows.idle,
         idle=cache.rows.idle,
         copies=cache.copies,
         short=step.verdict == policy.SHORT,
+        passed=cache.rows.passed,
     )
 
 

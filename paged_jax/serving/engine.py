@@ -42,6 +42,7 @@ class Engine:
         self.config = settings.fit_config(config, model)
         self._end_ids = model.end_ids
         self._vocabulary = model.config.vocabulary
+        self._windows = settings.groups_of(model.config, self.config).windows
         self._graphdef, self._weights = nnx.split(model.decoder)
         self._limits = policy.limits(
             rows=self.config.rows,
@@ -84,7 +85,7 @@ class Engine:
         """
         settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
         samples = self._batch.book.live_RF.shape[1]
-        settings.check_room(self.config, len(prompt_ids), params, samples)
+        settings.check_room(self.config, self._windows, len(prompt_ids), params, samples)
         settings.end_tokens(params, self._end_ids)
         sequences = [Sequence() for _ in range(params.n)]
         request = Request(
@@ -347,6 +348,7 @@ class Engine:
             idle=int(moment.idle),
             copies=int(moment.copies),
             short=bool(moment.short),
+            passed=0 if moment.passed is None else int(moment.passed),
         )
 
     def _collect(self, token_B: np.ndarray, logprob_B: np.ndarray) -> list[Request]:

@@ -26,10 +26,11 @@ class Moment:
     """A cache at its moment of record: after it grew, before rows that ended were emptied."""
 
     length_B: np.ndarray  # stored tokens
-    tail_B: np.ndarray  # last block, for rows that hold any
+    tail_B: np.ndarray  # last block, for rows that hold any; of each row in every cache group
     used: int  # blocks that rows hold
     idle: int  # blocks kept for prefix hits
     short: bool  # the queue's head lacked blocks, or somebody was preempted
+    passed: int  # cells of the tables whose blocks windows have left behind
     owners: tuple[tuple[Request, Sequence] | None, ...]
 
 
@@ -56,10 +57,11 @@ class MemoryLog:
         copies: int,
         idle: int = 0,
         short: bool = False,
+        passed: int = 0,
     ) -> None:
         """Keeps a moment; ``copies``: blocks copied on write so far."""
         owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
-        self.moments.append(Moment(length_B, tail_B, used, idle, short, owners))
+        self.moments.append(Moment(length_B, tail_B, used, idle, short, passed, owners))
         self._copies = copies
 
     def settle(self, *more: MemoryLog, skip: int = 0) -> MemoryUse:
@@ -71,7 +73,7 @@ class MemoryLog:
         logs = (self, *more)
         moments = [moment for log in logs for moment in log.moments[skip:]]
         ledgers = [self.ledger(moment) for moment in moments]
-        entries = [int(blocks_of(one.length_B, self._block_size).sum()) for one in moments]
+        entries = [self._entries(moment) for moment in moments]
         used = [moment.used for moment in moments]
         count = max(len(moments), 1)
         return MemoryUse(
@@ -91,8 +93,10 @@ class MemoryLog:
         final_B = [
             len(o[0].prompt_ids) + len(o[1].token_ids) - 1 if o else 0 for o in moment.owners
         ]
-        held_B = moment.length_B > 0
-        length_Z, final_Z = moment.length_B[held_B], np.array(final_B, int)[held_B]
+        groups = _groups(moment)
+        held_B = np.tile(moment.length_B > 0, groups)
+        length_Z = np.tile(moment.length_B, groups)[held_B]
+        final_Z = np.tile(np.array(final_B, int), groups)[held_B]
         filled_Z = (length_Z - 1) % size + 1
         ending_Z = np.clip(final_Z - (length_Z - filled_Z), filled_Z, size)
         # A last block that several rows hold counts once, as the longest of them will leave it.
@@ -109,3 +113,13 @@ class MemoryLog:
             "short" if moment.short else "free": unallocated,
         }
         return dict.fromkeys(CATEGORIES, 0) | slots
+
+    def _entries(self, moment: Moment) -> int:
+        """Table entries that name a block."""
+        cells = int(blocks_of(moment.length_B, self._block_size).sum())
+        return _groups(moment) * cells - moment.passed
+
+
+def _groups(moment: Moment) -> int:
+    """Cache groups: each has a last block of every row."""
+    return len(moment.tail_B) // len(moment.length_B)
