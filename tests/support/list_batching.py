@@ -149,13 +149,16 @@ class ListBatching:
         if left <= 0 or (not self.chunked and goal > left):
             return head, "budget"
         promised = sum(self.missing(r, f) for r in self.running for f in self.running[r])
-        if not any(self.drawn[head, f] for f in live):
-            need = self.blocks_for(prompt)
-        else:
-            need = prompt // self.size
-            need += sum(self.blocks_for(self.known(head, f)) - prompt // self.size for f in live)
-        reserve = self.watermark if self.running else 0
+        need, reserve = self.need(head), self.watermark if self.running else 0
         return head, "short" if need + promised + reserve > len(self.free) else None
+
+    def need(self, request):
+        """Blocks that a waiting request takes."""
+        prompt, live = self.requests[request][1], self.live(request)
+        if not any(self.drawn[request, f] for f in live):
+            return self.blocks_for(prompt)
+        own = sum(self.blocks_for(self.known(request, f)) - prompt // self.size for f in live)
+        return prompt // self.size + own
 
     def missing(self, request, f):
         """Blocks that a running sample has yet to take for what it knows."""
