@@ -15,7 +15,7 @@ import pytest
 from paged_jax.memory import block_table, cache_groups
 from paged_jax.memory import rows as memory
 from paged_jax.memory.rows import Rows
-from tests.support.group_lists import GroupLists
+from tests.support.group_lists import GONE, GroupLists
 from tests.support.models import TINY
 
 ROWS, BLOCKS, SIZE, CELLS = 4, 34, 3, 7
@@ -25,6 +25,7 @@ reserve = jax.jit(lambda rows, tokens_B: (*rows.reserve(tokens_B), rows.demand(t
 fork = jax.jit(Rows.fork)
 release = jax.jit(Rows.release)
 reorder = jax.jit(Rows.reorder)
+outstanding = jax.jit(Rows.outstanding)
 ledger_of = jax.jit(lambda rows, final_B: rows.ledger(final_B, pool_slots=BLOCKS * SIZE))
 slide = jax.jit(Rows.slide)
 
@@ -111,7 +112,7 @@ def test_groups_take_as_many_blocks_from_one_pool() -> None:
     found = [table_BM[0].tolist() for table_BM in rows.tables]
     assert found == [[0, 1, 2, 3], [20, 5, 6, 7], [20, 9, 10, 11]]
     assert int(rows.table.pool.used) == 10
-    assert int(rows.passed) == 2
+    assert int(rows.passed or 0) == 2
     assert rows.length_B.tolist() == [55, 0]
 
 
@@ -135,10 +136,10 @@ def test_what_rows_have_yet_to_take() -> None:
     rows = slide(grown(rows, [6, 0]))
     gap_B = jnp.array([8, 4])
     # A window of 5 holds ceil(8 / 3) + 1 = 4 at most: 2 - 0 are held, so 2 more, and 4.
-    found = rows.outstanding(gap_B, rows.length_B, jnp.int32(4))
+    found = outstanding(rows, gap_B, rows.length_B, 4)
     assert int(found) == (8 + 4) + (2 + 4) + (8 + 4)
     whole = memory.create(rows=2, blocks=40, block_size=3, blocks_per_row=10)
-    assert int(whole.outstanding(gap_B, whole.length_B, jnp.int32(4))) == 12
+    assert int(outstanding(whole, gap_B, whole.length_B, 4)) == 12
 
 
 def difference(seed: int, slide: Callable[[Rows], Rows] = slide) -> tuple[str | None, Counter]:
@@ -190,7 +191,7 @@ def shuffle(random: np.random.Generator, rows: Rows, lists: GroupLists, seen: Co
     """Perhaps a fork, a release or a reordering, in both."""
     held = [row for row, history in enumerate(lists.histories) if history]
     empty = sorted({*range(ROWS)} - {*held})
-    kind = random.choice(["release", "reorder", "", ""])
+    kind = str(random.choice(["release", "reorder", "", ""]))
     if held and empty and random.random() < 0.7:
         kind = "fork"
         parent_B = np.full(ROWS, ROWS, np.int32)
@@ -209,7 +210,7 @@ def shuffle(random: np.random.Generator, rows: Rows, lists: GroupLists, seen: Co
         lists.reorder(parent_B.tolist())
     else:
         return rows
-    seen[str(kind)] += 1
+    seen[kind] += 1
     return rows
 
 
@@ -221,14 +222,14 @@ def state_difference(rows: Rows, lists: GroupLists) -> str | None:
         return "lengths"
     for tables, table_BM in zip(lists.tables, rows.tables, strict=True):
         for table, table_M in zip(tables, table_BM.tolist(), strict=True):
-            cells = [BLOCKS if block is None else block for block in table]
+            cells = [BLOCKS if block == GONE else block for block in table]
             if table_M != cells + [BLOCKS] * (CELLS - len(cells)):
                 return "tables"
     queue = [int(pool.queue_N[(pool.head + rank) % BLOCKS]) for rank in range(pool.free)]
-    released = sum(table.count(None) for tables in lists.tables for table in tables)
+    released = sum(table.count(GONE) for tables in lists.tables for table in tables)
     if queue != lists.free:
         return "free queue"
-    return None if int(rows.passed) == released else "passed"
+    return None if int(rows.passed or 0) == released else "passed"
 
 
 def test_rows_of_groups_agree_with_lists() -> None:
@@ -284,14 +285,15 @@ def test_faults_of_lost_heads_are_found() -> None:
 
 def test_a_child_of_a_row_without_its_head_takes_all() -> None:
     table = block_table.create(rows=2, blocks=9, block_size=2, blocks_per_row=4, loses_heads=True)
-    table, _, _ = block_table.reserve(table, jnp.array([7, 0]))
+    share = jax.jit(block_table.fork)
+    table, _, _ = jax.jit(block_table.reserve)(table, jnp.array([7, 0]))
     parent_B, fewer_B = jnp.array([2, 0]), jnp.array([0, 6])
-    assert block_table.fork(table, parent_B, fewer_B)[1]
-    table = block_table.release_heads(table, jnp.array([2, 0]))
-    same, fits = block_table.fork(table, parent_B, fewer_B)
+    assert share(table, parent_B, fewer_B)[1]
+    table = jax.jit(block_table.release_heads)(table, jnp.array([2, 0]))
+    same, fits = share(table, parent_B, fewer_B)
     assert not fits
     assert same.table_BM.tolist() == table.table_BM.tolist()
-    child, fits = block_table.fork(table, parent_B)
+    child, fits = share(table, parent_B)
     assert fits
     assert child.first_B.tolist() == [2, 2]
     assert block_table.faults(child) == []
@@ -306,10 +308,12 @@ def test_what_cannot_be_made_is_refused() -> None:
         )
 
 
-def test_sliding_copies_nothing_large() -> None:
-    """Neither the pool nor the tables, and it is a loop that mostly does not run."""
+@pytest.mark.parametrize("fenced", [True, False])
+def test_sliding_copies_nothing_large(monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
+    """Neither the pool nor the tables; without the fence before its write a table would be."""
+    if not fenced:
+        monkeypatch.setattr(block_table.lax, "optimization_barrier", lambda values: values)
     rows = memory.create(rows=64, blocks=5000, block_size=4, blocks_per_row=77, windows=(None, 16))
-    compiled = jax.jit(Rows.slide, donate_argnums=0).lower(rows).compile().as_text()
-    copies = [line for line in compiled.splitlines() if " copy(" in line]
-    large = [line for line in copies if "5000]" in line or "77]" in line]
-    assert not large, large
+    lowered = jax.jit(lambda rows: rows.slide(), donate_argnums=0).lower(rows)
+    copies = [line for line in (lowered.compile().as_text() or "").splitlines() if " copy(" in line]
+    assert any("5000]" in line or "77]" in line for line in copies) != fenced

@@ -42,12 +42,14 @@ def differences(seed: int, step, *, budget: int) -> tuple[str | None, Counter]:
     memory = rows.create(
         rows=ROWS, blocks=BLOCKS, block_size=SIZE, blocks_per_row=20, windows=WINDOWS
     )
-    book, seen = book_of(requests), Counter()
+    book = book_of(requests)
+    seen: Counter[str] = Counter()
     arrival_R = jnp.array([arrival for arrival, _, _ in requests])
     for now in range(400):
         if len(lists.ended) == len(lists.drawn):
             left = int(memory.table.pool.used)
-            return (block_table.faults(memory.table) or left or None), seen
+            faults = block_table.faults(memory.table)
+            return (f"{left} blocks are left, {faults}" if faults or left else None), seen
         expected = lists.step()
         before = int(memory.table.pool.used)
         book, memory, found = step(book, memory, limits, arrival_R <= now)

@@ -16,15 +16,16 @@ import numpy as np
 from paged_jax.memory.rows import Rows
 
 POISON = -1
+GONE = -1  # a cell whose block was released
 
 
 class GroupLists:
-    """Rows over one pool, each with a table in every group; None is a cell that was released."""
+    """Rows over one pool, each with a table in every group; a released cell is ``GONE``."""
 
     def __init__(self, *, rows: int, blocks: int, size: int, windows: tuple[int | None, ...]):
         self.size, self.windows = size, windows
         self.free = list(range(blocks))  # the longest free first
-        self.tables: list[list[list[int | None]]] = [[[] for _ in range(rows)] for _ in windows]
+        self.tables: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in windows]
         self.histories: list[list[int]] = [[] for _ in range(rows)]
         self.written = 0
         # Tokens by block and slot; the last block is none, what is read there is poison.
@@ -38,7 +39,8 @@ class GroupLists:
 
     def reserve(self, tokens: list[int]) -> list[tuple[int, int]] | None:
         """Room for new tokens: the copies made, source and target; None where it does not fit."""
-        draft, copies = copy.deepcopy(self), []
+        draft = copy.deepcopy(self)
+        copies: list[tuple[int, int]] = []
         for group, row in self.cells():
             table, stored = draft.tables[group][row], len(self.histories[row])
             for position in range(stored, stored + tokens[row]):
@@ -66,7 +68,7 @@ class GroupLists:
         for tables in self.tables:
             for row in sorted(rows):
                 table, tables[row] = tables[row], []
-                self.free += [b for b in reversed(table) if b is not None and not self.holders(b)]
+                self.free += [b for b in reversed(table) if b != GONE and not self.holders(b)]
         for row in rows:
             self.histories[row] = []
 
@@ -74,7 +76,7 @@ class GroupLists:
         before = self.tables
         self.histories = [list(self.histories[parent]) for parent in parents]
         self.tables = [[list(tables[parent]) for parent in parents] for tables in before]
-        old = [b for tables in before for table in tables for b in reversed(table) if b is not None]
+        old = [b for tables in before for table in tables for b in reversed(table) if b != GONE]
         left = Counter(old)
         for block in old:
             left[block] -= 1
@@ -89,14 +91,14 @@ class GroupLists:
             behind = [
                 cell
                 for cell, block in enumerate(table)
-                if block is not None and not any(self.visible(cell, row, window))
+                if block != GONE and not any(self.visible(cell, row, window))
             ]
             leaving[group, row] = behind
         while any(leaving.values()):
             for (group, row), behind in leaving.items():
                 if behind:
                     cell = behind.pop()
-                    block, self.tables[group][row][cell] = self.tables[group][row][cell], None
+                    block, self.tables[group][row][cell] = self.tables[group][row][cell], GONE
                     if not self.holders(block):
                         self.free.append(block)
 
@@ -112,7 +114,7 @@ class GroupLists:
         ending: Counter[int] = Counter()
         for group, row in self.cells():
             for cell, block in enumerate(self.tables[group][row]):
-                if block is not None:
+                if block != GONE:
                     begin, stored = cell * self.size, len(self.histories[row])
                     filled[block] = max(filled[block], min(self.size, stored - begin))
                     ending[block] = max(ending[block], min(self.size, final[row] - begin))

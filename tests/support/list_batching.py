@@ -7,13 +7,14 @@ looking through all lists. ``step`` does what an engine's step does and says all
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 
 class Sample:
     """A running sequence: its blocks and the tokens it has stored."""
 
     def __init__(self):
-        self.blocks: list[int] = []
+        self.blocks: list[Any] = []  # numbers
         self.stored = 0
 
 
