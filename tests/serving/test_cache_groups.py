@@ -124,8 +124,10 @@ def test_preempted_samples_draw_as_if_alone(model: Loaded) -> None:
     found = serve(engine, requests, check_sound)
     assert engine.preemptions > 5
     assert engine.memory.settle().copies > 3
+    alone = engine_of(model)
     for tokens, one in zip(found, requests, strict=True):
-        assert tokens == serve(engine_of(model), [one])[0]
+        assert [tokens] == serve(alone, [one])
+    assert alone.preemptions == 0
 
 
 def check_greedy(model: Loaded, ids: list[int], tokens: list[int]) -> None:
