@@ -94,7 +94,8 @@ def _config(llm: LLM, dtype: str) -> EngineConfig:
 
 def read(model: Loaded, config: EngineConfig, ids: list[int]) -> np.ndarray:
     """Logits [tokens, vocabulary] of a text, every token's keys and values read from the cache."""
-    blocks = layout.blocks_of(len(ids), config.block_size)
+    groups = settings.groups_of(model.config, config).count
+    blocks = groups * layout.blocks_of(len(ids), config.block_size)
     config = dataclasses.replace(config, pool_slots=blocks * config.block_size, rows=1)
     graphdef, weights = nnx.split(model.decoder)
 

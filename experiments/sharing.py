@@ -141,6 +141,7 @@ def main(_: list[str]) -> None:
     methods, outcomes = _methods(), {}
     with table, progress.Progress(len(cells), "methods") as bar:
         llm = load_model()
+        _demand_all_seen(llm)
         prompts = _prompts(llm)
         config = together(llm.config, prompts, FLAGS.max_tokens, max(width for _, width in cells))
         for method, width in cells:
@@ -161,6 +162,14 @@ def _prompts(llm: LLM) -> Prompts:
     return [llm.tokenizer.encode(form.format(text)) for text in INSTRUCTIONS[: FLAGS.prompts]]
 
 
+def _demand_all_seen(llm: LLM) -> None:
+    windows = settings.groups_of(llm.model.config, llm.config).windows
+    if windows != (None,):
+        raise ValueError(
+            f"--model: windows of {windows} release blocks, and the prediction knows of none"
+        )
+
+
 def together(config: EngineConfig, prompts: Prompts, max_tokens: int, width: int) -> EngineConfig:
     """Settings with which all prompts begin in one step and every decode step is a snapshot.
 
@@ -171,7 +180,9 @@ def together(config: EngineConfig, prompts: Prompts, max_tokens: int, width: int
             f"--rows: {len(prompts)} prompts of {width} sequences need {len(prompts) * width},"
             f" got {config.rows}"
         )
-    blocks = sum(settings.most_blocks(config, len(ids), max_tokens, width) for ids in prompts)
+    blocks = sum(
+        settings.most_blocks(config, (None,), len(ids), max_tokens, width) for ids in prompts
+    )
     if blocks > config.blocks:
         raise ValueError(
             f"--pool_slots: {len(prompts)} prompts of {width} x {max_tokens} tokens may need"

@@ -55,10 +55,12 @@ def measure(
             f" {model.config.max_length}"
         )
     blocks_a_row = -(-longest // config.block_size)
+    shape = dataclasses.replace(config, max_length=longest)
+    groups = settings.groups_of(model.config, shape).count
     graphdef, weights = nnx.split(model.decoder)
     batch_of = {}
     for rows in sorted({cell.rows for cell in cells}):
-        pool_slots = rows * blocks_a_row * config.block_size
+        pool_slots = groups * rows * blocks_a_row * config.block_size
         sized = dataclasses.replace(config, rows=rows, pool_slots=pool_slots, max_length=longest)
         batch_of[rows] = dispatch.create(
             settings.create_cache(model, sized), requests=rows, samples=1, ends=settings.ENDS
@@ -124,7 +126,7 @@ def _time(
     jax.block_until_ready(batch)
     elapsed = time.perf_counter() - start
     grown = cell.stored + (cell.chunk or decode_steps)
-    assert (batch.cache.table.length_B == grown).all(), "the pool has room for the longest rows"
+    assert (batch.cache.rows.length_B == grown).all(), "the pool has room for the longest rows"
     return batch, elapsed / steps
 
 

@@ -187,7 +187,7 @@ class EngineConfig:
 
     cache: str = "paged"  # or "dense": a contiguous row of max_length slots a sequence
     block_size: int = 16  # slots of a block
-    pool_slots: int = 16_384  # tokens of all sequences together, paged
+    pool_slots: int = 16_384  # of all sequences together, paged: a token takes one a cache group
     max_length: int = 2_048  # tokens of one sequence, prompt and output
     rows: int = 32  # sequences that run at once
     step_tokens: int = 256  # tokens of one step, most: what decodes comes first, then prompts

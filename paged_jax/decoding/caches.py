@@ -1,13 +1,15 @@
 """A batch's cache: block tables, and the arrays that they point into.
 
-A paged cache has blocks of ``block_size`` slots in one pool for all layers. A dense cache, the
-baseline, is the same thing with one block a row, as long as a sequence can get: what is promised
-and never filled then shows in the same ledger. ``grow`` makes room for a step's tokens, ``view`` is
-what the decoder writes to and reads, ``keep`` takes its arrays back.
+A paged cache has blocks of ``block_size`` slots in one pool for all layers; layers of different
+windows have tables of their own over it (``cache_groups``). A dense cache, the baseline, is the
+same thing with one block a row, as long as a sequence can get: what is promised and never filled
+then shows in the same ledger. ``grow`` makes room for a step's tokens, ``view`` is what the decoder
+writes to and reads, ``keep`` takes its arrays back.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -15,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.config import ModelConfig
-from paged_jax.memory import kv_cache, loops
+from paged_jax.memory import cache_groups, kv_cache, loops
 from paged_jax.memory import rows as memory
 from paged_jax.memory.block_table import BlockTable, Copies
+from paged_jax.memory.cache_groups import CacheGroups
 from paged_jax.memory.rows import Rows
 from paged_jax.model.views import DenseView, PagedView
 from pallas_kernels import block_io, query_tiles
@@ -29,12 +32,13 @@ class Cache(flax.struct.PyTreeNode):
     rows: Rows
     kv: kv_cache.KVCache | kv_cache.DenseKV
     copies: jax.Array  # i32: blocks copied on write so far
+    groups: CacheGroups = flax.struct.field(pytree_node=False)
     backend: str | None = flax.struct.field(pytree_node=False, default=None)
     interpret: Any = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def table(self) -> BlockTable:
-        """The rows' block table."""
+        """The rows' block table, of all cache groups."""
         return self.rows.table
 
     def grow(
@@ -63,20 +67,22 @@ class Cache(flax.struct.PyTreeNode):
         The last tokens of the rows are the step's queries, cut at ``start_P``; without it every
         row has one, which counts where ``live_B`` holds.
         """
-        table, length_B = self.table, jnp.where(live_B, self.table.length_B, 0)
+        length_B = jnp.where(live_B, self.rows.length_B, 0)
         row_T, position_T = _places(length_B, start_P, queries)
         if isinstance(self.kv, kv_cache.DenseKV):
-            block_T = table.table_BM[jnp.minimum(row_T, len(length_B) - 1), 0]
-            block_T = jnp.where(position_T >= 0, block_T, table.pool.none)
+            block_T = self.table.table_BM[jnp.minimum(row_T, len(length_B) - 1), 0]
+            block_T = jnp.where(position_T >= 0, block_T, self.table.pool.none)
             return DenseView(self.kv.kv_LUBKSD, block_T, position_T), position_T
-        slot_T = block_io.query_slots(
-            table.table_BM, length_B, start_P, queries=queries, block_size=table.block_size
+        slots_of = functools.partial(
+            block_io.query_slots, queries=queries, block_size=self.rows.block_size
         )
+        tables = self.rows.tables
         view = PagedView(
             cache=self.kv,
-            table_BM=table.table_BM,
+            tables=tables,
             length_B=length_B,
-            slot_T=slot_T,
+            slots=tuple(slots_of(table_BM, length_B, start_P) for table_BM in tables),
+            places=self.groups.places,
             query_start_P=start_P,
             backend=self.backend,
             interpret=self.interpret,
@@ -93,6 +99,10 @@ class Cache(flax.struct.PyTreeNode):
         """Empties the marked rows that hold anything."""
         return self.replace(rows=self.rows.release(rows_B))
 
+    def slide(self) -> Cache:
+        """Between two steps: releases blocks that windows have left behind."""
+        return self.replace(rows=self.rows.slide())
+
 
 def create_paged(
     config: ModelConfig,
@@ -101,13 +111,18 @@ def create_paged(
     blocks: int,
     block_size: int,
     kv_dtype: str,
+    groups: CacheGroups | None = None,
     caches_prefixes: bool = False,
     backend: str | None = None,
     interpret: Any = False,
 ) -> Cache:
-    """An empty paged cache for ``rows`` sequences of up to the model's longest context."""
+    """An empty paged cache for ``rows`` sequences of up to the model's longest context.
+
+    ``groups``: by default those of the model's windows.
+    """
+    groups = groups or cache_groups.by_window(config)
     kv = kv_cache.create(
-        layers=config.layers,
+        layers=groups.layers,
         blocks=blocks,
         block_size=block_size,
         kv_heads=config.kv_heads,
@@ -120,8 +135,9 @@ def create_paged(
         block_size=block_size,
         blocks_per_row=-(-config.max_length // block_size),
         caches_prefixes=caches_prefixes,
+        windows=groups.windows,
     )
-    return Cache(empty, kv, jnp.int32(0), backend, interpret)
+    return Cache(empty, kv, jnp.int32(0), groups, backend, interpret)
 
 
 def create_dense(config: ModelConfig, *, rows: int, kv_dtype: str) -> Cache:
@@ -135,7 +151,7 @@ def create_dense(config: ModelConfig, *, rows: int, kv_dtype: str) -> Cache:
         dtype=kv_dtype,
     )
     empty = memory.create(rows=rows, blocks=rows, block_size=config.max_length, blocks_per_row=1)
-    return Cache(empty, kv, jnp.int32(0))
+    return Cache(empty, kv, jnp.int32(0), cache_groups.whole(config.layers))
 
 
 def _places(

@@ -1,7 +1,8 @@
 """Block tables over a pool: reserve, fork and release as pure functions on fixed shapes.
 
 Row b of ``table_BM`` maps logical to physical blocks; its first ceil(length / block size) cells
-are in use, the others hold ``N``. The invariants, checked by ``faults``: a block's reference
+are in use, the others hold ``N``. Where layers have a window (``cache_groups``) a row may have lost
+its head: its use begins at a later cell. The invariants, checked by ``faults``: a block's reference
 count is the number of cells that name it, and a block nobody names stands in the free queue once.
 
 Before a row writes into a partial last block that others hold too, ``reserve`` gives it a block
@@ -10,7 +11,8 @@ Model Serving with PagedAttention", section 4.4). When all holders of a block wr
 the last of them keeps it: n holders make n - 1 copies.
 
 Cost: ``reserve`` is O(B * W) with W the cells a row may gain, 1 for a decode step; ``fork`` and
-``release`` are O(B * M). Nothing scans or copies the pool, no loop runs over blocks.
+``release`` are O(B * M), ``release_heads`` O(B) for each cell that a row loses. Nothing scans or
+copies the pool, no loop runs over its blocks.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class BlockTable(flax.struct.PyTreeNode):
     table_BM: jax.Array  # i32: physical block of each logical block, N where there is none
     length_B: jax.Array  # i32: tokens stored, 0 for an empty row
     block_size: int = flax.struct.field(pytree_node=False)
+    first_B: jax.Array | None = None  # i32: first cell in use; None: it is 0 in every row
 
 
 class Copies(flax.struct.PyTreeNode):
@@ -46,8 +49,13 @@ class Copies(flax.struct.PyTreeNode):
     target_C: jax.Array
 
 
-def create(*, rows: int, blocks: int, block_size: int, blocks_per_row: int) -> BlockTable:
-    """An empty table of ``rows`` rows of up to ``blocks_per_row`` blocks, and its pool."""
+def create(
+    *, rows: int, blocks: int, block_size: int, blocks_per_row: int, loses_heads: bool = False
+) -> BlockTable:
+    """An empty table of ``rows`` rows of up to ``blocks_per_row`` blocks, and its pool.
+
+    ``loses_heads``: whether ``release_heads`` is for it.
+    """
     sizes = {"rows": rows, "block_size": block_size, "blocks_per_row": blocks_per_row}
     for name, size in sizes.items():
         if size < 1:
@@ -59,6 +67,7 @@ def create(*, rows: int, blocks: int, block_size: int, blocks_per_row: int) -> B
         table_BM=jnp.full((rows, blocks_per_row), blocks, jnp.int32),
         length_B=jnp.zeros(rows, jnp.int32),
         block_size=block_size,
+        first_B=jnp.zeros(rows, jnp.int32) if loses_heads else None,
     )
 
 
@@ -152,7 +161,8 @@ def fork(
 
     Returns:
       ``(state', fits)``. ``fits`` is False, and the state unchanged, when a child is not empty,
-      when a parent is no row, or when it holds no tokens or fewer than asked for.
+      when a parent is no row, or when it holds no tokens or fewer than asked for. Of a row that has
+      lost its head a child may ask for all tokens only: fewer would see further back.
     """
     sizes = dims(parent_B=parent_B, table_BM=state.table_BM, length_B=state.length_B)
     _demand_dtype("parent_B", parent_B, jnp.integer)
@@ -164,15 +174,21 @@ def fork(
     dims(tokens_B=tokens_B, length_B=state.length_B)
     _demand_dtype("tokens_B", tokens_B, jnp.integer)
     legal_B = known_B & (state.length_B == 0) & (tokens_B > 0) & (tokens_B <= stored_B)
+    first_B = state.first_B
+    if first_B is not None:
+        legal_B &= (first_B[parent_B] == 0) | (tokens_B == stored_B)
     fits = (legal_B | ~child_B).all()
     child_B &= fits
     tokens_B = jnp.where(child_B, tokens_B, 0)
     cells_BM = jnp.arange(sizes.M) < blocks_of(tokens_B, state.block_size)[:, None]
     shared_BM = jnp.where(cells_BM, state.table_BM[parent_B], state.pool.none)
+    if first_B is not None:
+        first_B = jnp.where(child_B, first_B[parent_B], first_B)
     state = state.replace(
         pool=pools.hold(state.pool, shared_BM.ravel()),
         table_BM=jnp.where(child_B[:, None], shared_BM, state.table_BM),
         length_B=state.length_B + tokens_B,
+        first_B=first_B,
     )
     return state, fits
 
@@ -194,6 +210,7 @@ def reorder(state: BlockTable, parent_B: jax.Array) -> BlockTable:
         pool=pools.give(pool, block_Z, last_Z),
         table_BM=table_BM,
         length_B=state.length_B[parent_B],
+        first_B=None if state.first_B is None else state.first_B[parent_B],
     )
 
 
@@ -214,8 +231,38 @@ def release(state: BlockTable, released_B: jax.Array) -> tuple[BlockTable, jax.A
         pool=pools.give(pool, block_Z, last_Z),
         table_BM=jnp.where(released_B[:, None], state.pool.none, state.table_BM),
         length_B=jnp.where(released_B, 0, state.length_B),
+        first_B=None if state.first_B is None else jnp.where(released_B, 0, state.first_B),
     )
     return state, valid
+
+
+def release_heads(state: BlockTable, first_B: jax.Array) -> BlockTable:
+    """Releases each row's blocks before its cell ``first_B``; the other cells stay where they are.
+
+    The last block of each row leaves first, then the one before it. Cells that were released
+    before stay so; no row loses cells it does not have. For a table that ``loses_heads``.
+    """
+    dims(first_B=first_B, table_BM=state.table_BM, length_B=state.length_B)
+    if state.first_B is None:
+        raise ValueError("release_heads: the table was made to keep its rows whole")
+    none, row_B = state.pool.none, jnp.arange(first_B.shape[0])
+    old_B = state.first_B
+    first_B = jnp.clip(first_B, old_B, blocks_of(state.length_B, state.block_size))
+
+    def one_each(carry: tuple) -> tuple:
+        pool, table_BM, left_B = carry
+        cell_B = jnp.where(left_B > 0, old_B + left_B - 1, table_BM.shape[1])
+        block_B = table_BM.at[row_B, cell_B].get(mode="fill", fill_value=none)
+        # Read before it is written, or the table is copied in every pass.
+        block_B, table_BM = lax.optimization_barrier((block_B, table_BM))
+        pool, last_B = pools.drop(pool, block_B)
+        table_BM = table_BM.at[row_B, cell_B].set(none, mode="drop")
+        return pools.give(pool, block_B, last_B), table_BM, left_B - 1
+
+    pool, table_BM, _ = lax.while_loop(
+        lambda carry: (carry[2] > 0).any(), one_each, (state.pool, state.table_BM, first_B - old_B)
+    )
+    return state.replace(pool=pool, table_BM=table_BM, first_B=first_B)
 
 
 def freed_by(state: BlockTable, released_B: jax.Array) -> jax.Array:
@@ -292,16 +339,20 @@ def faults(state: BlockTable) -> list[str]:
     """Every broken invariant of a concrete state, in words; empty when it is sound. Host only."""
     pool = jax.tree.map(np.asarray, state.pool)
     table_BM, length_B = np.asarray(state.table_BM), np.asarray(state.length_B)
-    held_B = blocks_of(length_B, state.block_size)
-    cells_BM = np.arange(table_BM.shape[1]) < held_B[:, None]
-    named_Z = table_BM[cells_BM]
+    end_B = blocks_of(length_B, state.block_size)
+    first_B = np.zeros_like(end_B) if state.first_B is None else np.asarray(state.first_B)
+    cell_M = np.arange(table_BM.shape[1])
+    before_BM, past_BM = cell_M < first_B[:, None], cell_M >= end_B[:, None]
+    named_Z = table_BM[~before_BM & ~past_BM]
     known_Z = (named_Z >= 0) & (named_Z < pool.blocks)
     counted_N = np.bincount(named_Z[known_Z], minlength=pool.none)
     free_Z = pool.queue_N[(pool.head + np.arange(pool.free)) % pool.blocks]
     known_free_Z = free_Z[(free_Z >= 0) & (free_Z < pool.blocks)]
     found = {
-        "a row is longer than its blocks": (held_B > table_BM.shape[1]).any(),
-        "a cell past a row's length names a block": (table_BM[~cells_BM] != pool.none).any(),
+        "a row is longer than its blocks": (end_B > table_BM.shape[1]).any(),
+        "a row begins outside its blocks": ((first_B < 0) | (first_B > end_B)).any(),
+        "a cell before a row's first names a block": (table_BM[before_BM] != pool.none).any(),
+        "a cell past a row's length names a block": (table_BM[past_BM] != pool.none).any(),
         "a cell within a row's length names no block": not known_Z.all(),
         "reference counts differ from the table": (counted_N != pool.refcount_N).any(),
         "the free queue names no block": len(known_free_Z) != len(free_Z),

@@ -39,7 +39,11 @@ def create(device: BlockTable, *, rows: int, blocks: int) -> Host:
     cells = device.table_BM.shape[1]
     return Host(
         table=block_table.create(
-            rows=rows, blocks=blocks, block_size=device.block_size, blocks_per_row=cells
+            rows=rows,
+            blocks=blocks,
+            block_size=device.block_size,
+            blocks_per_row=cells,
+            loses_heads=device.first_B is not None,
         ),
         device_ZM=jnp.full((rows, cells), device.pool.none, jnp.int32),
         host_ZM=jnp.full((rows, cells), blocks, jnp.int32),
@@ -69,7 +73,12 @@ def copy_rows(
     named_FM = jnp.take_along_axis(new_FM, first_FM, axis=0)
     named_FM = jnp.where(block_FM < source.pool.none, named_FM, pool.none)
     further_FM = jnp.where(first_FM != jnp.arange(sizes.F)[:, None], named_FM, pool.none)
+    first_B = target.first_B
+    if first_B is not None and source.first_B is not None:
+        lost_F = source.first_B.at[row_F].get(mode="fill", fill_value=0)
+        first_B = first_B.at[to_F].set(lost_F, mode="drop")
     target = target.replace(
+        first_B=first_B,
         pool=pools.hold(pool, further_FM.ravel()),
         table_BM=target.table_BM.at[to_F].set(named_FM, mode="drop"),
         length_B=target.length_B.at[to_F].set(length_F, mode="drop"),

@@ -1,10 +1,10 @@
 """What a decoder sees of a KV cache: one method that stores a step's keys and values and attends.
 
 Both views take the same packed queries. ``PagedView`` finds a row's tokens through a block table in
-a pool that holds all layers, layer l's block b in row ``l * blocks + b``: a layer is an offset on
-the table, and the pool is carried through the layers whole, never sliced. ``DenseView`` has a row
-of ``max_length`` slots a sequence and masks what is not there; it is the definition of the other,
-and the baseline.
+a pool that holds all layers of a cache group, layer l's block b in row ``l * blocks + b``: a layer
+is an offset on its group's table, and the pool is carried through the layers whole, never sliced.
+``DenseView`` has a row of ``max_length`` slots a sequence and masks what is not there; it is the
+definition of the other, and the baseline.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class PagedView(flax.struct.PyTreeNode):
     """A step's rows over a paged cache: row b's queries are its last stored tokens."""
 
     cache: KVCache
-    table_BM: jax.Array  # i32, blocks of the first layer
+    tables: tuple[jax.Array, ...]  # i32 [B, M] of each cache group: blocks of its first layer
     length_B: jax.Array  # i32, stored tokens, this step's included
-    slot_T: jax.Array  # i32, where each token goes in the first layer; past the pool: nowhere
+    slots: tuple[jax.Array, ...]  # i32 [T]: where tokens go in that layer; past the pool: nowhere
+    # Of each layer: its group, and which layer of it.
+    places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
     query_start_P: jax.Array | None = None  # i32; None: one token a row
     backend: str | None = flax.struct.field(pytree_node=False, default=None)
     interpret: Any = flax.struct.field(pytree_node=False, default=False)
@@ -61,7 +63,12 @@ class PagedView(flax.struct.PyTreeNode):
         soft_cap: float | None,
     ) -> tuple[jax.Array, PagedView]:
         """As ``View.attend``, through the block table."""
-        return _attend_paged(self, jnp.int32(layer), q_THD, k_TKD, v_TKD, scale, window, soft_cap)
+        group, nth = self.places[layer]
+        one = self.replace(tables=(self.tables[group],), slots=(self.slots[group],))
+        out_THD, cache = _attend_paged(
+            one, jnp.int32(nth), q_THD, k_TKD, v_TKD, scale, window, soft_cap
+        )
+        return out_THD, self.replace(cache=cache)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
@@ -74,14 +81,18 @@ def _attend_paged(
     scale: float | None,
     window: int | None,
     soft_cap: float | None,
-) -> tuple[jax.Array, PagedView]:
-    """A function of its own so that layers which differ in weights alone share one trace."""
-    cache = view.cache.write(layer, k_TKD, v_TKD, view.slot_T)
-    # Cells past a row's length may name any block: they are never read.
+) -> tuple[jax.Array, KVCache]:
+    """A function of its own so that layers which differ in weights alone share one trace.
+
+    ``view`` is of one cache group, ``layer`` counts its layers.
+    """
+    (table_BM,), (slot_T,) = view.tables, view.slots
+    cache = view.cache.write(layer, k_TKD, v_TKD, slot_T)
+    # Cells past a row's length, or behind its window, may name any block: they are never read.
     out_THD = paged_attention(
         q_THD,
         cache.kv_NUKSD,
-        view.table_BM + layer * cache.blocks,
+        table_BM + layer * cache.blocks,
         view.length_B,
         view.query_start_P,
         scale=scale,
@@ -92,7 +103,7 @@ def _attend_paged(
         backend=view.backend,
         interpret=view.interpret,
     )
-    return out_THD, view.replace(cache=cache)
+    return out_THD, cache
 
 
 class CausalView(flax.struct.PyTreeNode):

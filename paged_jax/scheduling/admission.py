@@ -67,7 +67,7 @@ def judge(
     block_M, hits = memory.match(book.token_RT[head], looked_up, book.salt_R[head])
     begun_F = jnp.where(swapped, kept_F, jnp.where(_leads(live_F), hits * memory.block_size, 0))
     wanted_F = _wanted(book, head, kept_F) - begun_F
-    need = _need(book, memory, head, wanted_F, swapped) + memory.extra_need(block_M, hits)
+    need = _need(book, memory, limits, head, wanted_F, swapped) + memory.extra_need(block_M, hits)
 
     taken, live = tokens_B.sum(dtype=jnp.int32), live_F.sum(dtype=jnp.int32)
     # Rows that decode are not held to the budget, or a large request could never come back.
@@ -79,7 +79,7 @@ def judge(
         limits.replace(rows=jnp.minimum(limits.rows, rows)),
         waiting=waits_R.any(),
         need=need,
-        free=memory.room - demand - _outstanding(book, memory, stored_B),
+        free=memory.room - demand - _outstanding(book, memory, limits, stored_B),
         rows=live,
         running=books.seated(book).sum(dtype=jnp.int32),
         preempted=preempted,
@@ -109,7 +109,12 @@ def _wanted(book: Book, head: jax.Array, kept_F: jax.Array) -> jax.Array:
 
 
 def _need(
-    book: Book, memory: Rows, head: jax.Array, wanted_F: jax.Array, swapped: jax.Array
+    book: Book,
+    memory: Rows,
+    limits: policy.Limits,
+    head: jax.Array,
+    wanted_F: jax.Array,
+    swapped: jax.Array,
 ) -> jax.Array:
     """Blocks that hold all that the head knows, without what it shares with others."""
     prompt, live_F, drawn_F = book.prompt_R[head], book.live_RF[head], book.drawn_RF[head]
@@ -117,16 +122,18 @@ def _need(
     own_F = jnp.where(live_F, blocks_of(prompt + drawn_F, size) - prompt // size, 0)
     fresh = (drawn_F == 0).all()
     need = jnp.where(fresh, blocks_of(prompt, size), prompt // size + own_F.sum(dtype=jnp.int32))
+    rows = jnp.where(fresh, 1, live_F.sum(dtype=jnp.int32))
+    need = memory.need(need, rows, limits.tokens)
     # Rows that have forked share what they did when they were swapped out.
     forked = (wanted_F > 0).all(where=live_F)
     row_F = books.host_rows_of(book, head)
     return jnp.where(swapped & forked, memory.swapped_need(row_F, wanted_F), need)
 
 
-def _outstanding(book: Book, memory: Rows, stored_B: jax.Array) -> jax.Array:
+def _outstanding(book: Book, memory: Rows, limits: policy.Limits, stored_B: jax.Array) -> jax.Array:
     """Blocks that rows with room for ``stored_B`` tokens have yet to take for what they know."""
     follows_B, _ = books.follows(book, memory)
     known_B, prompt_B, size = book.known_B(), book.prompt_B(), memory.block_size
     has_B = jnp.where(follows_B, prompt_B // size, blocks_of(stored_B, size))
     gap_B = jnp.where(follows_B & (known_B == prompt_B), 0, blocks_of(known_B, size) - has_B)
-    return jnp.maximum(gap_B, 0).sum(dtype=jnp.int32)
+    return memory.outstanding(jnp.maximum(gap_B, 0), stored_B, limits.tokens)

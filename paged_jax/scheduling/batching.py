@@ -222,7 +222,7 @@ def finish(
     decodes: bool = False,
 ) -> tuple[Book, Rows, jax.Array]:
     """The end of a step: blocks it filled are found from now on, samples fork from a stored prompt,
-    rows draw, rows that end are emptied.
+    rows draw, rows that end are emptied, and the others lose what their windows leave behind.
 
     Args:
       book, memory, step: what ``advance`` returned.
@@ -263,7 +263,7 @@ def finish(
         lambda state: books.vacate(*state, ended_B),
         (book.replace(drawn_RF=drawn_RF, live_RF=live_RF), memory),
     )
-    return books.close(book), memory, ended_B
+    return books.close(book), memory.slide(), ended_B
 
 
 def _fresh(book: Book, memory: Rows, step: Step) -> jax.Array:

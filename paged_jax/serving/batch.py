@@ -32,11 +32,12 @@ class Moment(flax.struct.PyTreeNode):
     """What the memory log keeps of a step."""
 
     length_B: jax.Array  # i32, stored tokens
-    tail_B: jax.Array  # i32, last block
+    tail_B: jax.Array  # i32, last block; of every row of the table
     used: jax.Array  # i32, blocks that rows hold
     idle: jax.Array  # i32, blocks that are kept for prefix hits
     copies: jax.Array  # i32, blocks copied so far
     short: jax.Array  # bool
+    passed: jax.Array | None  # i32, cells that windows have left behind; None without windows
 
 
 class Planned(flax.struct.PyTreeNode):
@@ -68,7 +69,7 @@ class Drawn(flax.struct.PyTreeNode):
 
 def moment_of(cache: Cache, copies: Copies, step: Step) -> Moment:
     """The moment of a step whose copies are yet to be made."""
-    return held(cache.table).replace(
+    return held(cache.table, cache.rows.rows).replace(
         used=cache.table.pool.used - cache.rows.idle,
         idle=cache.rows.idle,
         copies=cache.copies + cache.count(copies),
@@ -76,13 +77,14 @@ def moment_of(cache: Cache, copies: Copies, step: Step) -> Moment:
     )
 
 
-def held(table: BlockTable) -> Moment:
-    """What rows hold."""
+def held(table: BlockTable, rows: int) -> Moment:
+    """What the rows of a table hold, of which each cache group has so many."""
     return Moment(
-        length_B=table.length_B,
+        length_B=table.length_B[:rows],
         tail_B=block_table.last_block(table, table.length_B > 0),
         used=table.pool.used,
         idle=jnp.int32(0),
         copies=jnp.int32(0),
         short=jnp.bool_(False),
+        passed=None if table.first_B is None else table.first_B.sum(dtype=jnp.int32),
     )

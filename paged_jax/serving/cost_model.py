@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.config import KV_DTYPES, DeviceConfig, ModelConfig
-from paged_jax.memory import kv_cache
+from paged_jax.memory import cache_groups, kv_cache
 from pallas_kernels import dims
 
 Count = int | float | np.ndarray | jax.Array
@@ -108,13 +108,14 @@ def pool_slots(
 ) -> int:
     """Slots of the cache that fits into ``fraction`` of the device's memory beside the weights.
 
-    The rest of the memory is for activations and the runtime. Raises ``ValueError`` where the
-    weights leave no slot.
+    A slot is room for a token in the layers of one cache group. The rest of the memory is for
+    activations and the runtime. Raises ``ValueError`` where the weights leave no slot.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: expected above 0 to 1, got {fraction}")
     room = int(device.memory_bytes * fraction)
-    slots = (room - weight_bytes(model)) // slot_bytes(model, kv_dtype)
+    groups = cache_groups.by_window(model).count
+    slots = groups * (room - weight_bytes(model)) // slot_bytes(model, kv_dtype)
     if slots < 1:
         raise ValueError(
             f"device: {fraction} of {device.name}'s memory is {room / 1e9:.1f} GB, the weights"

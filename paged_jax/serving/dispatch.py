@@ -43,7 +43,7 @@ def create(cache: Cache, *, requests: int, samples: int, ends: int, swap_blocks:
 
     ``swap_blocks``: of host memory, 0 for none.
     """
-    rows, cells = cache.table.table_BM.shape
+    rows, cells = cache.rows.rows, cache.table.table_BM.shape[1]
     if swap_blocks:
         held = cache.rows.with_host(rows=requests * samples, blocks=swap_blocks)
         cache = cache.replace(rows=held)
@@ -146,7 +146,7 @@ def plan(batch: Batch, limits: policy.Limits) -> tuple[Batch, Planned]:
         sample_B=book.sample_B,
         copies=copies,
         moment=moment_of(batch.cache, copies, step),
-        host=None if host is None else held(host.table),
+        host=None if host is None else held(host.table, batch.book.live_RF.size),
     )
 
 
@@ -206,7 +206,7 @@ def decode(
     uses: Uses,
 ) -> tuple[Batch, Drawn]:
     """Up to ``steps`` decode steps: as many as pass before somebody comes or goes, none perhaps."""
-    rows = batch.token_B.shape[0]
+    rows, table = batch.token_B.shape[0], batch.cache.table
     model_of = functools.partial(nnx.merge, graphdef)
 
     def goes_on(carry: tuple[Batch, Drawn]) -> jax.Array:
@@ -244,11 +244,12 @@ def decode(
         ),
         moments=Moment(
             length_B=jnp.zeros((most_steps, rows), jnp.int32),
-            tail_B=jnp.zeros((most_steps, rows), jnp.int32),
+            tail_B=jnp.zeros((most_steps, len(table.length_B)), jnp.int32),
             used=jnp.zeros(most_steps, jnp.int32),
             idle=jnp.zeros(most_steps, jnp.int32),
             copies=jnp.zeros(most_steps, jnp.int32),
             short=jnp.zeros(most_steps, bool),
+            passed=None if table.first_B is None else jnp.zeros(most_steps, jnp.int32),
         ),
         steps=jnp.int32(0),
     )

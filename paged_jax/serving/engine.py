@@ -49,6 +49,7 @@ class Engine:
         self.config = settings.fit_config(config, model)
         self._end_ids = model.end_ids
         self._vocabulary = model.config.vocabulary
+        self._windows = settings.groups_of(model.config, self.config).windows
         self._model = nnx.split(model.decoder)  # its graph and its weights
         self._limits = policy.limits(
             rows=self.config.rows,
@@ -72,9 +73,8 @@ class Engine:
         self._uses = sampling.Uses()
         self._calm = False  # whether the next steps may only decode, as far as the host knows
         self.reads = DeviceReads()
-        self._host = None
-        if self.config.swap_blocks:
-            self._host = HostMemory(self._batch, self.config.swap_blocks, self.reads)
+        blocks = self.config.swap_blocks
+        self._host = HostMemory(self._batch, blocks, self.reads) if blocks else None
         self.preemptions = self.swaps = 0  # of those preempted, swapped
         nothing = prefix_hits.host_zero()
         self.hits = {"new": nothing, "resumed": nothing}  # at admissions
@@ -91,14 +91,13 @@ class Engine:
     ) -> Request:
         """Queues a request; the lowest ``priority`` is served first, then the first to come.
 
-        Its ``params`` say whether it is sampled or searched; the sequences of a search are its
-        beams, and once it is over what was found. With prefix caching it shares blocks with
-        requests of the same ``salt`` alone. Raises ``ValueError`` for one that could never be
-        served.
+        Its ``params`` say whether it is sampled or searched; a search's sequences are its beams,
+        once it is over what was found. With prefix caching it shares blocks with requests of the
+        same ``salt`` alone. Raises ``ValueError`` for one that could never be served.
         """
         settings.check_prompt(prompt_ids, params.max_tokens, self.config, self._vocabulary)
         most, samples = self._batch.book.live_RF.shape[1], as_samples(params)
-        settings.check_room(self.config, len(prompt_ids), params, most)
+        settings.check_room(self.config, self._windows, len(prompt_ids), params, most)
         settings.end_tokens(samples, self._end_ids)
         request = Request(
             prompt=prompt,
@@ -263,7 +262,7 @@ class Engine:
         found = self.reads(planned)
         self.preemptions += int(found.step.preempted_R.sum())
         if found.step.moved:
-            assert self._host is not None, "somebody is swapped"
+            assert self._host, "somebody is swapped"
             self._batch = self._host.move(self._batch, found.step, self._slots)
             self.swaps += int((found.step.swapped_R & found.step.preempted_R).sum())
         if self.config.prefix_caching:
@@ -341,6 +340,7 @@ class Engine:
             idle=int(moment.idle),
             copies=int(moment.copies),
             short=bool(moment.short),
+            passed=0 if moment.passed is None else int(moment.passed),
         )
 
     def _collect(self, draw: Any, beams: Beams | None) -> list[Request]:

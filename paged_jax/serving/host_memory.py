@@ -38,8 +38,10 @@ class HostMemory:
         host = batch.cache.rows.host
         assert host is not None, "it has host memory"
         out_R, in_R = step.swapped_R & step.preempted_R, step.swapped_R & step.admitted_R
+        groups = len(batch.cache.rows.windows)
+        # By request: rows of its samples in every cache group.
         device_RFM, host_RFM = (
-            table_ZM.reshape(len(slots), -1, table_ZM.shape[1])
+            table_ZM.reshape(groups, len(slots), -1, table_ZM.shape[1]).swapaxes(0, 1)
             for table_ZM in self._read((host.device_ZM, host.host_ZM))
         )
         self._store(batch, device_RFM[out_R], host_RFM[out_R])

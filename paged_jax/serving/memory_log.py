@@ -35,10 +35,11 @@ class Moment:
 
     number: int  # of moments before it
     length_B: np.ndarray  # stored tokens
-    tail_B: np.ndarray  # last block, for rows that hold any
+    tail_B: np.ndarray  # last block, for rows that hold any; of each row in every cache group
     used: int  # blocks that rows hold
     idle: int  # blocks kept for prefix hits
     short: bool  # the queue's head lacked blocks, or somebody was preempted
+    passed: int  # cells of the tables whose blocks windows have left behind
     owners: tuple[Owner | None, ...]
 
 
@@ -86,10 +87,11 @@ class MemoryLog:
         copies: int,
         idle: int = 0,
         short: bool = False,
+        passed: int = 0,
     ) -> None:
         """Keeps a moment; ``copies``: blocks copied on write so far."""
         owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
-        moment = Moment(self.count, length_B, tail_B, used, idle, short, owners)
+        moment = Moment(self.count, length_B, tail_B, used, idle, short, passed, owners)
         self.count += 1
         self._copies = copies
         if self.watcher:
@@ -140,8 +142,10 @@ class MemoryLog:
         final_B = [
             len(o[0].prompt_ids) + len(o[1].token_ids) - 1 if o else 0 for o in moment.owners
         ]
-        held_B = moment.length_B > 0
-        length_Z, final_Z = moment.length_B[held_B], np.array(final_B, int)[held_B]
+        groups = _groups(moment)
+        held_B = np.tile(moment.length_B > 0, groups)
+        length_Z = np.tile(moment.length_B, groups)[held_B]
+        final_Z = np.tile(np.array(final_B, int), groups)[held_B]
         filled_Z = (length_Z - 1) % size + 1
         ending_Z = np.clip(final_Z - (length_Z - filled_Z), filled_Z, size)
         # A last block that several rows hold counts once, as the longest of them will leave it.
@@ -170,7 +174,7 @@ class MemoryLog:
         """What is added up of a moment."""
         return ledger | {
             "moments": 1,
-            "entries": int(blocks_of(moment.length_B, self._block_size).sum()),
+            "entries": self._entries(moment),
             "used": moment.used,
             "running": sum(owner is not None for owner in moment.owners),
         }
@@ -182,6 +186,16 @@ class MemoryLog:
             counts = self._counts(moment, self.ledger(moment))
             sums[min(moment.number, MOST_SKIPPED)].update(counts)
         return sums
+
+    def _entries(self, moment: Moment) -> int:
+        """Table entries that name a block."""
+        cells = int(blocks_of(moment.length_B, self._block_size).sum())
+        return _groups(moment) * cells - moment.passed
+
+
+def _groups(moment: Moment) -> int:
+    """Cache groups: each has a last block of every row."""
+    return len(moment.tail_B) // len(moment.length_B)
 
 
 def _over(request: Request, sequence: Sequence) -> bool:

@@ -93,7 +93,7 @@ class MemoryUse:
 
     pool_slots: int
     block_size: int
-    slot_bytes: int  # of one token in all layers, scales included
+    slot_bytes: int  # of one token in the layers of a cache group, scales included
     slots: dict[str, float]
     entry_slots: float  # mean table entries * block size: what a cache without sharing would hold
     saved_slots: float  # mean (table entries - blocks in use) * block size

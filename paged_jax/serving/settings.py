@@ -12,6 +12,8 @@ from paged_jax.config import EngineConfig, ModelConfig
 from paged_jax.decoding import caches
 from paged_jax.decoding.beams import BeamSearchParams
 from paged_jax.decoding.sampling import SamplingParams
+from paged_jax.memory import cache_groups
+from paged_jax.memory.cache_groups import CacheGroups, Windows
 from paged_jax.memory.layout import blocks_of
 from paged_jax.model.weights import Loaded
 from paged_jax.serving.requests import Params, as_samples
@@ -26,6 +28,16 @@ def fit_config(config: EngineConfig, model: Loaded) -> EngineConfig:
         kv_dtype = {"float32": "f32", "bfloat16": "bf16"}[model.config.dtype]
     most = min(config.max_length, model.config.max_length)
     return dataclasses.replace(config, kv_dtype=kv_dtype, max_length=most)
+
+
+def groups_of(model: ModelConfig, config: EngineConfig) -> CacheGroups:
+    """The cache groups of a model under fitted settings.
+
+    Rows in one piece, and blocks that are kept for hits, hold every token in all layers.
+    """
+    if config.cache == "dense" or config.prefix_caching:
+        return cache_groups.whole(model.layers)
+    return cache_groups.by_window(dataclasses.replace(model, max_length=config.max_length))
 
 
 def create_cache(model: Loaded, config: EngineConfig) -> caches.Cache:
@@ -51,6 +63,7 @@ def _create_cache(shape: ModelConfig, config: EngineConfig) -> caches.Cache:
         blocks=config.blocks,
         block_size=config.block_size,
         kv_dtype=config.kv_dtype,
+        groups=groups_of(shape, config),
         caches_prefixes=config.prefix_caching,
         backend=config.backend,
         interpret=config.interpret,
@@ -73,10 +86,13 @@ def check_prompt(
         )
 
 
-def check_room(config: EngineConfig, prompt: int, params: Params, samples: int) -> None:
+def check_room(
+    config: EngineConfig, windows: Windows, prompt: int, params: Params, samples: int
+) -> None:
     """Raises ``ValueError`` for a request that rows, pool or a step could never take.
 
-    ``prompt``: tokens. ``samples``: sequences that an engine's request may have.
+    ``windows``: of the cache groups. ``prompt``: tokens. ``samples``: sequences that an engine's
+    request may have.
     """
     most, sequences = min(config.rows, samples), as_samples(params).n
     if sequences > most:
@@ -85,7 +101,7 @@ def check_room(config: EngineConfig, prompt: int, params: Params, samples: int) 
             f"{name}: expected at most {most} sequences, got {sequences}: there are {config.rows}"
             f" rows, and a request has up to {samples} samples"
         )
-    need = most_blocks(config, prompt, params.max_tokens, sequences)
+    need = most_blocks(config, windows, prompt, params.max_tokens, sequences)
     if config.cache == "paged" and need > config.blocks:
         raise ValueError(
             f"pool_slots: {prompt} prompt and {sequences} x {params.max_tokens} output tokens may"
@@ -100,15 +116,20 @@ def check_room(config: EngineConfig, prompt: int, params: Params, samples: int) 
         )
 
 
-def most_blocks(config: EngineConfig, prompt: int, output: int, sequences: int) -> int:
+def most_blocks(
+    config: EngineConfig, windows: Windows, prompt: int, output: int, sequences: int
+) -> int:
     """Blocks that sequences of one prompt may come to hold, which share its full blocks.
 
-    ``prompt`` and ``output`` are tokens, the output's at most; in a dense cache a row is a block.
+    ``windows``: of the cache groups. ``prompt`` and ``output`` are tokens, the output's at most; in
+    a dense cache a row is a block.
     """
     if config.cache == "dense":
         return sequences
-    shared = prompt // config.block_size
-    return shared + sequences * (blocks_of(prompt + output - 1, config.block_size) - shared)
+    size = config.block_size
+    shared = prompt // size
+    kept = shared + sequences * (blocks_of(prompt + output - 1, size) - shared)
+    return cache_groups.most_blocks(windows, kept, sequences, config.step_tokens, size, least=min)
 
 
 def end_tokens(params: SamplingParams, end_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from paged_jax.config import MOST, DeviceConfig, EngineConfig, ModelConfig
 from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import prefix_hits, rows
+from paged_jax.memory.cache_groups import Windows
 from paged_jax.memory.layout import blocks_of
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling import policy
@@ -49,11 +50,13 @@ def run(
     ``watch`` is called every ``call_steps`` steps. Raises ``ValueError`` where none can be served.
     """
     config = dataclasses.replace(config, max_length=min(config.max_length, model.max_length))
-    refused = _refused(config, requests)
+    windows = settings.groups_of(model, config).windows
+    # Prompts of a static batch are computed whole, so windows bound nothing.
+    refused = _refused(config, (None,) * len(windows) if static else windows, requests)
     if config.prefix_caching and sequences is None:
         raise ValueError("sequences: a prefix cache needs the tokens of prompts and outputs")
     compiled = Settings(model, device, config.kv_dtype, static, call_steps)
-    state = _create(config, requests, refused, sequences)
+    state = _create(config, windows, requests, refused, sequences)
     bound = state.book.rank_R.shape[0]
     arrival_R = _time(np.pad(requests.arrival_seconds_R, (0, bound - requests.count), "edge"))
     limits = policy.limits(
@@ -72,7 +75,7 @@ def run(
     return _result(requests, refused, jax.device_get(state), begin_X, _joined(calls))
 
 
-def _refused(config: EngineConfig, requests: Timed) -> dict[int, str]:
+def _refused(config: EngineConfig, windows: Windows, requests: Timed) -> dict[int, str]:
     """Why requests cannot be served, as the engine refuses them; ``ValueError`` if all are."""
     refused: dict[int, str] = {}
     for index, lengths in enumerate(zip(requests.prompt_R, requests.output_R, strict=True)):
@@ -83,7 +86,7 @@ def _refused(config: EngineConfig, requests: Timed) -> dict[int, str]:
                     f"prompt: {prompt} tokens and {output} to come pass the context of"
                     f" {config.max_length}"
                 )
-            settings.check_room(config, prompt, SamplingParams(max_tokens=output), 1)
+            settings.check_room(config, windows, prompt, SamplingParams(max_tokens=output), 1)
         except ValueError as error:
             refused[index] = str(error)
     if len(refused) == requests.count:
@@ -93,6 +96,7 @@ def _refused(config: EngineConfig, requests: Timed) -> dict[int, str]:
 
 def _create(
     config: EngineConfig,
+    windows: Windows,
     requests: Timed,
     refused: dict[int, str],
     sequences: Sequences[Sequences[int]] | None,
@@ -108,6 +112,7 @@ def _create(
         block_size=size,
         blocks_per_row=-(-config.max_length // size),
         caches_prefixes=config.prefix_caching,
+        windows=windows,
     )
     tokens = memory.table.table_BM.shape[1] * size if config.prefix_caching else 1
     never_R = np.full(bound, NEVER, np.int32)

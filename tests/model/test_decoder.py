@@ -79,10 +79,8 @@ def run(
     for chunk in range(chunks):
         parts = [np.array_split(text, chunks)[chunk] for text in texts]
         ends = np.cumsum([0, *map(len, parts)])
-        start_P = np.concatenate([[0], ends])[: cache.table.length_B.shape[0] + 1]
-        start_P = np.pad(
-            start_P, (0, cache.table.length_B.shape[0] + 1 - len(start_P)), mode="edge"
-        )
+        start_P = np.concatenate([[0], ends])[: cache.rows.rows + 1]
+        start_P = np.pad(start_P, (0, cache.rows.rows + 1 - len(start_P)), mode="edge")
         token_T = jnp.asarray(np.concatenate(parts), jnp.int32)
         logits, cache, fits = step(state, cache, token_T, jnp.asarray(start_P, jnp.int32))
         assert fits

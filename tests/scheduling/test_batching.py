@@ -47,7 +47,7 @@ def book_of(requests) -> books.Book:
 
 def step_of(book, memory, limits, arrived_R):
     calm = batching.only_decodes(book, memory, limits, arrived_R=arrived_R)
-    wanted = block_table.demand(memory.table, batching.grants(book, memory, limits))
+    wanted = memory.demand(batching.grants(book, memory, limits))
     crowded = wanted > memory.room
     seated, held, _, step = batching.advance(book, memory, limits, arrived_R=arrived_R)
     draws_B, _ = batching.draws(seated, held, step)

@@ -18,10 +18,10 @@ from paged_jax.memory import block_table
 from paged_jax.model.views import CausalView
 from paged_jax.serving.engine import Engine
 from paged_jax.serving.llm import LLM
-from paged_jax.serving.memory_log import Moment
 from paged_jax.serving.requests import Request
 from tests.support import beam_search as brute_force
 from tests.support import engines
+from tests.support.moments import Moments
 
 PROMPTS = [[3, 14, 15, 9, 26], [5], [35, 8, 9, 7, 9, 3, 2, 38, 46]]
 ENDS = (7, 11, 19, 23, 31, 42, 51, 57)  # many, so that searches are done at different times
@@ -59,19 +59,6 @@ def expected(
     )
 
 
-class Sums:
-    """A watcher of a memory log: the slots that each ledger comes to."""
-
-    def __init__(self) -> None:
-        self.found: list[int] = []
-
-    def record(self, moment: Moment) -> None:
-        """Nothing to do yet."""
-
-    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
-        self.found.append(sum(ledger.values()))
-
-
 def check_search(request: Request) -> None:
     """A search came to what brute force comes to."""
     assert request.search is not None
@@ -89,7 +76,7 @@ def test_equals_brute_force(cache: str) -> None:
         cache=cache, block_size=4, pool_slots=1024, max_length=64, rows=18, backend="reference"
     )
     engine = Engine(MODEL, config, samples=6)
-    engine.memory.watcher = sums = Sums()
+    moments = Moments(engine.memory)
     requests = [
         engine.add(
             prompt,
@@ -106,9 +93,7 @@ def test_equals_brute_force(cache: str) -> None:
         check_search(request)
     reasons = {one.finish_reason for request in requests for one in request.sequences}
     assert reasons == {"stop", "length"}
-    engine.memory.sweep()
-    assert {*sums.found} == {engine.memory.settle().pool_slots}
-    assert len(sums.found) == engine.memory.count
+    moments.check(engine)
 
 
 def mixed(seed: int, count: int) -> list[tuple[tuple[int, ...], Any]]:
@@ -147,7 +132,7 @@ def check(request: Request) -> None:
 
 def test_searches_and_samples_mix_and_are_preempted() -> None:
     engine = engines.create(searches=True, model=MODEL)
-    engine.memory.watcher = sums = Sums()
+    moments = Moments(engine.memory)
     requests = [engine.add(*one) for one in mixed(5, 36)]
     resumed: set[Request] = set()
     together = False
@@ -164,10 +149,9 @@ def test_searches_and_samples_mix_and_are_preempted() -> None:
     assert max(len(one.sequences[0].token_ids) for one in wide) > engine.config.step_tokens / 3
     for request in requests:
         check(request)
-    engine.memory.sweep()
+    moments.check(engine)
     memory = engine.memory.settle()
     assert sum(memory.slots.values()) == pytest.approx(memory.pool_slots)
-    assert {*sums.found} == {memory.pool_slots}
 
 
 @pytest.mark.parametrize("end", ["abort", "stop"])

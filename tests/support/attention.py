@@ -222,7 +222,7 @@ def problem(
     Scales are named by kind: "scalar", "head", "slot"; sinks, slopes and a draft mask are drawn.
     Values are N(0, 1), each row's from its own generator. With ``poison``, every slot and query
     that counts for nothing is NaN (int8: 127, its slot scale NaN), and table entries past a row's
-    length are huge, -1, N + 5 and a block of NaN; without, they are like any other.
+    length or behind its window are huge, -1, N + 5 and the like; without, they are like any other.
     """
     rows, tokens = len(lengths), sum(counts or [1] * len(lengths)) + padding
     cache_dtype = cache_dtype or dtype
@@ -246,6 +246,9 @@ def problem(
             block, slot = table_BM[row, token // block_size], token % block_size
             idle_NS[block, slot] = False
             kv_NUKSD[block, :, :, slot] = _stored(row_rng, (2, kv_heads, width), cache_dtype)
+        if poison and first < last:
+            released = max(0, unseen) // block_size
+            table_BM[row, :released] = np.resize([2**30, -1, blocks, blocks + 5], released)
     if poison:
         q_THD[idle_T] = np.nan
         kv_NUKSD.transpose(0, 3, 1, 2, 4)[idle_NS] = 127 if cache_dtype == "int8" else np.nan

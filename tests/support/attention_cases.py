@@ -174,6 +174,8 @@ def ordered(dtype: str, *, value: Callable[[int], float] = float, **settings: An
     for row, length in enumerate(call["length_B"]):
         for token in range(length):
             block, slot = call["table_BM"][row, token // size], token % size
+            if not 0 <= block < len(kv_NUKSD):
+                continue  # behind the window
             kv_NUKSD[block, 0, 0, slot] *= 0
             if not np.isnan(kv_NUKSD[block, 0, 0, slot, 0]):
                 kv_NUKSD[block, 1, 0, slot] = value(token)

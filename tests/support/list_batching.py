@@ -7,13 +7,14 @@ looking through all lists. ``step`` does what an engine's step does and says all
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 
 class Sample:
     """A running sequence: its blocks and the tokens it has stored."""
 
     def __init__(self):
-        self.blocks: list[int] = []
+        self.blocks: list[Any] = []  # numbers
         self.stored = 0
 
 
@@ -185,7 +186,7 @@ class ListBatching:
         ]
         if not waiting:
             return None, "idle"
-        head, prompt = waiting[0], self.requests[waiting[0]][1]
+        head = waiting[0]
         live = self.live(head)
         if sum(map(len, self.running.values())) + len(live) > self.rows:
             return head, "rows"
@@ -202,11 +203,8 @@ class ListBatching:
             keep = Counter(block for one in rows.values() for block in one.blocks)
             each = {(head, f): tokens for f, tokens in wanted.items()}
             need = len(keep) + self.demand(each, {head: rows}, Counter(keep))
-        elif not any(self.drawn[head, f] for f in live):
-            need = self.blocks_for(prompt)
         else:
-            need = prompt // self.size
-            need += sum(self.blocks_for(self.known(head, f)) - prompt // self.size for f in live)
+            need = self.need(head)
         reserve = self.watermark if self.running else 0
         return head, "short" if need + promised + reserve > len(self.free) else None
 
@@ -222,6 +220,14 @@ class ListBatching:
                     shares[f] = 0
                 left -= count
         return shares
+
+    def need(self, request):
+        """Blocks that a waiting request takes."""
+        prompt, live = self.requests[request][1], self.live(request)
+        if not any(self.drawn[request, f] for f in live):
+            return self.blocks_for(prompt)
+        own = sum(self.blocks_for(self.known(request, f)) - prompt // self.size for f in live)
+        return prompt // self.size + own
 
     def missing(self, request, f):
         """Blocks that a running sample has yet to take for what it knows."""
