@@ -31,7 +31,8 @@ DECIDING = (
     *("model", "dtype", "cache", "block_size", "pool_slots", "max_length", "kv_dtype", "backend"),
     *("rows", "trace", "clients_seed", "clients_start", "clients_stop", "clients_rate", "limit"),
     *("prompt_scale", "output_scale", "step_seconds", "scheduler", "step_tokens"),
-    *("chunked_prefill", "prefix_caching", "dispatch_steps", "simulate", "device"),
+    *("chunked_prefill", "prefix_caching", "swap_slots", "swap_sequences", "dispatch_steps"),
+    *("simulate", "device"),
 )
 LIVE_SECONDS = 1.0  # over which the progress bar's tokens a second are counted, at least
 
@@ -57,6 +58,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("step_tokens", usual.step_tokens, "tokens of a step, most", 1)
     flags.DEFINE_bool("chunked_prefill", True, "cut prompts to fit a step")
     flags.DEFINE_bool("prefix_caching", False, "keep full blocks and find them again")
+    flags.DEFINE_integer("swap_slots", None, "of host memory, where the preempted wait", 1)
+    flags.DEFINE_integer(
+        "swap_sequences", usual.swap_sequences, "requests with fewer recompute all the same", 1
+    )
     flags.DEFINE_integer("dispatch_steps", usual.dispatch_steps, "decode steps of a dispatch", 1)
     flags.DEFINE_bool("simulate", False, "in virtual time, on --device")
     flags.DEFINE_string("device", None, f"of --simulate: {', '.join(DEVICES)}, or a .json file")

@@ -124,6 +124,8 @@ def _config(config: EngineConfig) -> EngineConfig:
         step_tokens=FLAGS.step_tokens,
         chunked_prefill=FLAGS.chunked_prefill,
         prefix_caching=FLAGS.prefix_caching,
+        swap_slots=FLAGS.swap_slots,
+        swap_sequences=FLAGS.swap_sequences,
         dispatch_steps=FLAGS.dispatch_steps,
     )
     if FLAGS.scheduler != "static":

@@ -128,7 +128,7 @@ class Engine:
             raise ValueError("warm: requests are being served, call it before")
         self._use(params)
         self._enter([])
-        self._decode()
+        self._decode(1)
         self._batch, planned = dispatch.plan(self._batch, self._limits)
         self._equip({})
         for size in dispatch.sizes(self._most_tokens):
@@ -150,17 +150,18 @@ class Engine:
         while self.busy:
             yield self.advance()
 
-    def advance(self) -> list[Request]:
-        """One dispatch. Returns the requests that have new tokens."""
+    def advance(self, steps: int | None = None) -> list[Request]:
+        """One dispatch, of at most so many steps. Returns the requests that have new tokens."""
+        most = self.config.dispatch_steps
         self.memory.sweep()
         self._submit()
-        return (self._calm and self._decode()) or self._compute()
+        return (self._calm and self._decode(min(steps or most, most))) or self._compute()
 
     def trace_decode(self, params: Params) -> jax.stages.Traced:
         """The program of a decode dispatch for requests of such params, to look into."""
         self._use([params])
         return dispatch.decode.trace(
-            *self._decode_arguments(), most_steps=self.config.dispatch_steps, uses=self._uses
+            *self._decode_arguments(1), most_steps=self.config.dispatch_steps, uses=self._uses
         )
 
     def stop(self, request: Request, sequence: Sequence, tokens: int) -> None:
@@ -234,15 +235,15 @@ class Engine:
         tokens = self._batch.book.token_RT.shape[1]
         self._batch = dispatch.submit(self._batch, *entries.of_slots(self._slots, new, tokens), how)
 
-    def _decode(self) -> list[Request]:
+    def _decode(self, steps: int) -> list[Request]:
         """Many steps in which every row decodes; none where the next one has to be planned."""
         self._batch, drawn = dispatch.decode(
-            *self._decode_arguments(),
+            *self._decode_arguments(steps),
             most_steps=self.config.dispatch_steps,
             uses=self._uses,
         )
         drawn, beams = self.reads((drawn, self._batch.beams))
-        self._calm = drawn.steps == self.config.dispatch_steps
+        self._calm = drawn.steps == steps
         moved: list[Request] = []
         for nth in range(drawn.steps):
             parts = drawn.moments, drawn.draws
@@ -251,9 +252,8 @@ class Engine:
             moved += self._collect(draw, beams)
         return self._conclude(moved, beams)
 
-    def _decode_arguments(self) -> tuple[Any, ...]:
-        steps = np.int32(self.config.dispatch_steps)
-        return *self._model, self._batch, self._limits, steps
+    def _decode_arguments(self, steps: int) -> tuple[Any, ...]:
+        return *self._model, self._batch, self._limits, np.int32(steps)
 
     def _compute(self) -> list[Request]:
         """One step with any mix of rows."""

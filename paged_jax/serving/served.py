@@ -58,6 +58,7 @@ class Served:
     refused: dict[int, str]  # why a request could not be served
     steps: Steps
     preemptions: int
+    swaps: int  # of those, how many waited in host memory
     hits: HitRates | None  # of requests that came for the first time; None without a prefix cache
 
     @property
@@ -105,6 +106,7 @@ METRICS: tuple[tuple[str, str], ...] = (
     ("served", "requests"),
     ("refused", "requests"),
     ("preemptions", "requests"),
+    ("swaps", "requests"),
     ("steps", "steps"),
     ("hit_blocks", "of blocks"),
     ("hit_tokens", "of tokens"),
@@ -136,6 +138,7 @@ def measures(result: Served) -> dict[str, float]:
         "served": int(served_R.sum()),
         "refused": len(result.refused),
         "preemptions": result.preemptions,
+        "swaps": result.swaps,
         "steps": len(steps.seconds_X),
         "hit_blocks": result.hits.blocks if result.hits else math.nan,
         "hit_tokens": result.hits.tokens if result.hits else math.nan,

@@ -13,6 +13,7 @@ steps inside a dispatch are spread evenly over it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -36,6 +37,22 @@ class Clock:
 
     seconds: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
+    # The steps until a time, where that is known: a dispatch then ends before it.
+    steps_until: Callable[[float], int | None] = lambda _: None
+
+
+def step_clock(engine: Engine) -> Clock:
+    """A clock on which every step of an engine lasts a second; arrivals are steps then."""
+    slept = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+
+    def now() -> float:
+        return engine.memory.count + slept
+
+    return Clock(seconds=now, sleep=sleep, steps_until=lambda due: max(math.ceil(due - now()), 1))
 
 
 def run(
@@ -151,7 +168,9 @@ class _Run:
         """One dispatch, and what is to be known of it."""
         before, known = self._now(), len(self._running)
         self._served = []
-        moved = self.engine.advance()
+        due = self.requests.arrival_seconds_R[self._next] if self.coming else math.inf
+        steps = None if math.isinf(due) else self.clock.steps_until(self._began + due)
+        moved = self.engine.advance(steps)
         after, served = self._now(), self._served
         newcomers = [index for index in served[0] if np.isnan(self._start_R[index])]
         self._start_R[newcomers] = before
@@ -202,6 +221,7 @@ class _Run:
                 ledger_XJ=np.array(ledgers),
             ),
             preemptions=self.engine.preemptions,
+            swaps=self.engine.swaps,
             hits=prefix_hits.rates(self.engine.hits["new"]),
         )
 

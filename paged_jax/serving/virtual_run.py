@@ -35,7 +35,7 @@ LEAST_BOUND = 32  # requests that a program has room for
 
 def run(
     model: ModelConfig,
-    device: DeviceConfig,
+    device: DeviceConfig | None,
     config: EngineConfig,
     requests: Timed,
     *,
@@ -46,6 +46,7 @@ def run(
 ) -> Served:
     """Serves all requests; arguments as those of ``trace_run.run``.
 
+    ``device``: what tells the time; None: a step lasts a second, as by ``trace_run.step_clock``.
     ``sequences``: token ids of each request's prompt and output, which a prefix cache needs.
     ``watch`` is called every ``call_steps`` steps. Raises ``ValueError`` where none can be served.
     """
@@ -63,6 +64,7 @@ def run(
         rows=config.rows,
         tokens=MOST if static else config.step_tokens,
         chunked=config.chunked_prefill,
+        swapped=config.swap_sequences,
     )
     calls: list[tuple[np.ndarray, Steps]] = []
     steps = 0
@@ -114,6 +116,8 @@ def _create(
         caches_prefixes=config.prefix_caching,
         windows=windows,
     )
+    if config.swap_blocks:
+        memory = memory.with_host(rows=bound, blocks=config.swap_blocks)
     tokens = memory.table.table_BM.shape[1] * size if config.prefix_caching else 1
     never_R = np.full(bound, NEVER, np.int32)
     return State(
@@ -124,6 +128,7 @@ def _create(
         batch_R=jnp.zeros(bound, bool),
         age=jnp.int32(0),
         preemptions=jnp.int32(0),
+        swaps=jnp.int32(0),
         start_R=jnp.array(never_R),
         first_R=jnp.array(never_R),
         finish_R=jnp.array(never_R),
@@ -219,6 +224,7 @@ def _result(
         refused=refused,
         steps=steps,
         preemptions=int(state.preemptions),
+        swaps=int(state.swaps),
         hits=_hits(requests, state) if state.memory.prefix is not None else None,
     )
 

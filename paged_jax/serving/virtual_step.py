@@ -1,8 +1,8 @@
 """One step of virtual time, and many of them in one native loop.
 
 A step is ``batching``'s, as the engine takes it; it lasts as long as ``cost_model.step_seconds``
-says for what it computes on a device. The clock is whole seconds and a fraction, so that it never
-loses more than 0.1 microseconds a step.
+says for what it computes on a device, or, without a device, one second. The clock is whole seconds
+and a fraction, so that it never loses more than 0.1 microseconds a step.
 
 Static batching computes as users of padded batches do: all prompts of a batch as long as its
 longest, in one step, and then a token for every row of the batch until the last one ends.
@@ -56,6 +56,7 @@ class State(flax.struct.PyTreeNode):
     batch_R: jax.Array  # bool: the batch that runs, of static batching
     age: jax.Array  # i32: steps that it has run
     preemptions: jax.Array  # i32
+    swaps: jax.Array  # i32: of those, how many went to host memory
     start_R: jax.Array  # i32: the step that took a request in first
     first_R: jax.Array  # i32: the step that drew its first token
     finish_R: jax.Array  # i32: the step that drew its last
@@ -76,7 +77,7 @@ class Settings(flax.struct.PyTreeNode):
     """What a program is compiled for."""
 
     model: ModelConfig = flax.struct.field(pytree_node=False)
-    device: DeviceConfig = flax.struct.field(pytree_node=False)
+    device: DeviceConfig | None = flax.struct.field(pytree_node=False)
     kv_dtype: str = flax.struct.field(pytree_node=False)
     static: bool = flax.struct.field(pytree_node=False)
     steps: int = flax.struct.field(pytree_node=False)
@@ -134,8 +135,7 @@ def _step(
         shape = _padded(seated, allowed_R, age)
     else:
         shape = (memory.length_B, plan.tokens_B, draws_B)
-    counts = cost_model.count_step(compiled.model, *shape)
-    seconds = cost_model.step_seconds(compiled.model, compiled.device, counts, compiled.kv_dtype)
+    seconds = _seconds(compiled, shape, plan.moved * memory.block_size / len(memory.windows))
     found = Record(
         begin=state.now,
         seconds_X=seconds,
@@ -156,12 +156,21 @@ def _step(
     ), found
 
 
+def _seconds(compiled: Settings, shape: tuple[jax.Array, ...], swapped: jax.Array) -> jax.Array:
+    """What a step of a ``count_step``'s shape lasts that swaps so many slots of all layers."""
+    if compiled.device is None:
+        return jnp.float32(1)
+    counts = cost_model.count_step(compiled.model, *shape).replace(swapped_slots=swapped)
+    return cost_model.step_seconds(compiled.model, compiled.device, counts, compiled.kv_dtype)
+
+
 def _note(state: State, plan: batching.Step, seated: Book, after: Book) -> State:
     """What is kept of requests: ``seated`` are those of a step, ``after`` what it left of them."""
     drew_R = (after.drawn_RF > seated.drawn_RF).any(axis=1)
     over_R = (seated.rank_R < MOST) & (after.rank_R >= MOST)
     return state.replace(
         preemptions=state.preemptions + plan.preempted_R.sum(dtype=jnp.int32),
+        swaps=state.swaps + (plan.preempted_R & plan.swapped_R).sum(dtype=jnp.int32),
         found_R=jnp.where(state.start_R == NEVER, plan.found_R, state.found_R),
         start_R=_first(state.start_R, plan.admitted_R, state.step),
         first_R=_first(state.first_R, drew_R, state.step),
@@ -181,6 +190,9 @@ def _plan(
         # A ``cond`` copies what its branches return, and the tokens of all requests are large.
         return seated.replace(token_RT=jnp.zeros((0, 0), jnp.int32)), held, plan
 
+    if memory.host is not None:  # it is large as well
+        seated, memory, _, plan = batching.advance(waiting, memory, limits, arrived_R=allowed_R)
+        return seated, memory, plan
     calm = batching.only_decodes(waiting, memory, limits, arrived_R=allowed_R)
     seated, held, plan = lax.cond(
         calm, lambda: advance(decodes=True), lambda: advance(decodes=False)
