@@ -129,7 +129,7 @@ def test_a_small_trace(way: dict[str, Any], tables: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_two_hundred_requests_of_azure(shared_data, way: dict[str, Any], tables: list[Any]) -> None:
-    model = weights.load(shared_data("model_stories260k"))
+    model = weights.load(shared_data("model_stories260k/stories260K.bin"))
     source = trace.read_trace(str(shared_data("azure_llm_2023/AzureLLMInferenceTrace_conv.csv")))
     scaled = timed.from_trace(source, limit=200, prompt_scale=0.05, output_scale=0.2)
     requests = in_steps(timed.within(scaled, 250), 60)
