@@ -2,6 +2,7 @@
 
     python -m experiments.soak --steps=100000
     python -m experiments.soak --steps=100000 --samples=1 --prefix_caching
+    python -m experiments.soak --steps=100000 --swap_blocks=80
 
 Runs ``soak_load`` in compiled loops of ``--call_steps`` steps. Between two of them the host checks
 every invariant of tables, reference counts and prefix cache, who sits in which row, and that every
@@ -51,6 +52,8 @@ def define_flags() -> None:
     whole("step_tokens", 64, "tokens of a step, most")
     flags.DEFINE_bool("chunked_prefill", True, "cut prompts to fit a step")
     flags.DEFINE_bool("prefix_caching", False, "keep full blocks and find them again")
+    flags.DEFINE_integer("swap_blocks", 0, "of host memory, where the preempted wait", 0)
+    whole("swap_sequences", 1, "requests with fewer recompute all the same")
     flags.DEFINE_float("watermark", 0.0, "fraction of the pool kept free at admissions")
     whole("priorities", 3, "that requests have", upper_bound=soak_load.MOST_PRIORITIES)
     chance = functools.partial(flags.DEFINE_float, lower_bound=0, upper_bound=1)
@@ -74,9 +77,16 @@ def faults(load: Load) -> list[str]:
     owner_Z, sample_Z = book.owner_B[seated_B], book.sample_B[seated_B]
     known_B[seated_B] = book.prompt_R[owner_Z] + book.drawn_RF[owner_Z, sample_Z]
     rank_Z = book.rank_R[there_R]
+    away_RF = np.zeros_like(book.live_RF)
+    if load.memory.host is not None:
+        found += block_table.faults(load.memory.host.table)
+        away_RF = np.asarray(load.memory.host.table.length_B).reshape(away_RF.shape) > 0
     expected_RF = book.live_RF & book.running_R[:, None]
     mine = {
         "a live sample of a running request has no row, or two": (seats_RF != expected_RF).any(),
+        "a sample that does not wait is in host memory": (
+            (away_RF & ~(book.live_RF & ~book.running_R[:, None])).any()
+        ),
         "a row stores more than its sequence has": (length_B > known_B).any(),
         "a request is there without a live sample, or gone with one": (
             (book.live_RF.any(axis=1) != there_R).any()
@@ -112,6 +122,8 @@ def leaks(load: Load) -> list[str]:
         found += prefix_cache.faults(table, prefix)
         found += [] if done else ["the prefix cache cannot be emptied"]
     held, counted = int(table.pool.used), int(np.count_nonzero(table.pool.refcount_N))
+    if load.memory.host is not None:
+        held += int(load.memory.host.table.pool.used)
     if held or counted:
         found.append(f"{held} blocks are held, {counted} have references, and nobody is there")
     return found
@@ -190,6 +202,7 @@ def main(_: list[str]) -> None:
         blocks=shape.blocks,
         tokens=FLAGS.step_tokens,
         chunked=FLAGS.chunked_prefill,
+        swapped=FLAGS.swap_sequences,
     )
     load = soak(
         soak_load.create(shape, FLAGS.seed),

@@ -48,6 +48,7 @@ class Counts(flax.struct.PyTreeNode):
     finished: jax.Array
     aborted: jax.Array  # also those whose last sample was stopped
     preempted: jax.Array
+    swapped: jax.Array  # of those, into host memory
     forked: jax.Array  # samples
     copied: jax.Array  # blocks
     found: jax.Array  # blocks, in the prefix cache
@@ -74,6 +75,7 @@ class Shape:
     most_prompt: int
     most_output: int
     prefix_caching: bool = False
+    swap_blocks: int = 0  # of host memory
 
     def __post_init__(self) -> None:
         if self.samples > self.rows:
@@ -102,10 +104,10 @@ def create(shape: Shape, seed: int) -> Load:
         caches_prefixes=shape.prefix_caching,
     )
     tokens = shape.row_blocks * shape.block_size if shape.prefix_caching else 1
-    # As many slots as an engine has: those that run, and as many that wait.
-    book = books.create(
-        requests=2 * shape.rows, samples=shape.samples, rows=shape.rows, tokens=tokens
-    )
+    requests = 2 * shape.rows  # slots, as an engine has: those that run, and as many that wait
+    book = books.create(requests=requests, samples=shape.samples, rows=shape.rows, tokens=tokens)
+    if shape.swap_blocks:
+        held = held.with_host(rows=requests * shape.samples, blocks=shape.swap_blocks)
     names = [field.name for field in dataclasses.fields(Counts)]
     return Load(book, held, jax.random.key(seed), Counts(**{n: jnp.int32(0) for n in names}))
 
@@ -201,6 +203,7 @@ def _serve(
         finished=_gone(book, after),
         aborted=jnp.int32(0),
         preempted=step.preempted_R.sum(dtype=jnp.int32),
+        swapped=(step.preempted_R & step.swapped_R).sum(dtype=jnp.int32),
         forked=(draws_B & (source_B != row_B)).sum(dtype=jnp.int32),
         copied=(copies.target_C < held.table.pool.none).sum(dtype=jnp.int32),
         found=(step.found_R // held.block_size).sum(dtype=jnp.int32),

@@ -21,12 +21,16 @@ SMALL = (
     *("--rows=8", "--blocks=30", "--block_size=4", "--most_prompt=20", "--most_output=16"),
     *("--step_tokens=16", "--arrivals=0.2", "--aborts=0.005"),
 )
-NAMES = ("arrived", "finished", "aborted", "preempted", "forked", "copied", "found", "decoded")
+NAMES = (
+    *("arrived", "finished", "aborted", "preempted", "swapped", "forked", "copied", "found"),
+    "decoded",
+)
 
 
 def test_nothing_leaks() -> None:
     """2,000 steps in which all happens that can."""
-    done = call(soak, "--steps=2000", "--call_steps=200", "--prefix_caching", *SMALL)
+    ways = "--prefix_caching", "--swap_blocks=20", "--swap_sequences=2"
+    done = call(soak, "--steps=2000", "--call_steps=200", *ways, *SMALL)
     assert (done.code, done.err) == (0, "")
     *lines, last = done.out.splitlines()
     assert len(lines) == 10
