@@ -81,6 +81,13 @@ class Rows(flax.struct.PyTreeNode):
         """Free blocks of host memory."""
         return jnp.int32(0) if self.host is None else self.host.table.pool.free
 
+    def host_ledger(self, final_Z: jax.Array) -> Ledger:
+        """The ledger of host memory, whose rows will store ``final_Z`` tokens in the end."""
+        assert self.host is not None, "there is no host memory"
+        table = self.host.table
+        pool_slots = table.pool.blocks * table.block_size
+        return block_table.ledger(table, self._in_groups(final_Z), pool_slots=pool_slots)
+
     def swapped_lengths(self, row_F: jax.Array) -> jax.Array:
         """Tokens of rows in host memory, [F]; 0 for one that is not there."""
         if self.host is None:

@@ -64,6 +64,7 @@ class Drawn(flax.struct.PyTreeNode):
 
     draws: Draw  # each array with an axis X in front
     moments: Moment  # the same
+    host: Moment | None  # of the rows in host memory, all the while
     steps: jax.Array  # i32
 
 
@@ -75,6 +76,12 @@ def moment_of(cache: Cache, copies: Copies, step: Step) -> Moment:
         copies=cache.copies + cache.count(copies),
         short=step.verdict == policy.SHORT,
     )
+
+
+def host_of(batch: Batch) -> Moment | None:
+    """What rows hold in host memory; None where there is none."""
+    host = batch.cache.rows.host
+    return None if host is None else held(host.table, batch.book.live_RF.size)
 
 
 def held(table: BlockTable, rows: int) -> Moment:

@@ -32,7 +32,7 @@ from paged_jax.memory.kv_cache import KVCache
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling.batching import Step
-from paged_jax.serving.batch import Batch, Draw, Drawn, Moment, Planned, held, moment_of
+from paged_jax.serving.batch import Batch, Draw, Drawn, Moment, Planned, host_of, moment_of
 
 
 @functools.partial(
@@ -139,14 +139,14 @@ def stop(batch: Batch, stopped_RF: jax.Array) -> Batch:
 def plan(batch: Batch, limits: policy.Limits) -> tuple[Batch, Planned]:
     """Schedules a step and makes room for it; no block is written yet."""
     batch, copies, step = _advance(batch, limits, decodes=False)
-    book, host = batch.book, batch.cache.rows.host
+    book = batch.book
     return batch, Planned(
         step=step,
         owner_B=book.owner_B,
         sample_B=book.sample_B,
         copies=copies,
         moment=moment_of(batch.cache, copies, step),
-        host=None if host is None else held(host.table, batch.book.live_RF.size),
+        host=host_of(batch),
     )
 
 
@@ -230,7 +230,7 @@ def decode(
         def put(many: jax.Array, one: jax.Array) -> jax.Array:
             return many.at[drawn.steps].set(one)
 
-        return batch, Drawn(
+        return batch, drawn.replace(
             draws=jax.tree.map(put, drawn.draws, draw),
             moments=jax.tree.map(put, drawn.moments, moment),
             steps=drawn.steps + 1,
@@ -251,6 +251,7 @@ def decode(
             short=jnp.zeros(most_steps, bool),
             passed=None if table.first_B is None else jnp.zeros(most_steps, jnp.int32),
         ),
+        host=host_of(batch),
         steps=jnp.int32(0),
     )
     return lax.while_loop(goes_on, one_step, (batch, nothing))

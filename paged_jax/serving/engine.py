@@ -31,6 +31,7 @@ from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
 from paged_jax.scheduling.batching import Step
 from paged_jax.serving import beam_search, dispatch, entries, settings
+from paged_jax.serving.batch import Moment
 from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.host_memory import HostMemory
 from paged_jax.serving.memory_log import MemoryLog
@@ -78,7 +79,8 @@ class Engine:
         self.preemptions = self.swaps = 0  # of those preempted, swapped
         nothing = prefix_hits.host_zero()
         self.hits = {"new": nothing, "resumed": nothing}  # at admissions
-        self.memory = MemoryLog(self._batch.cache)
+        kv, size = self._batch.cache.kv, self._batch.cache.rows.block_size
+        self.memory = MemoryLog(blocks=kv.blocks, block_size=size, slot_bytes=kv.slot_bytes)
 
     def add(
         self,
@@ -141,6 +143,11 @@ class Engine:
         self._batch = dispatch.stop(self._batch, np.zeros(self._batch.book.live_RF.shape, bool))
 
     @property
+    def logs(self) -> tuple[MemoryLog, ...]:
+        """Of the device's memory, and of the host's where requests are swapped."""
+        return (self.memory, self._host.log) if self._host else (self.memory,)
+
+    @property
     def busy(self) -> bool:
         """Whether anything runs or waits."""
         return bool(self._queue) or any(self._slots)
@@ -153,7 +160,8 @@ class Engine:
     def advance(self, steps: int | None = None) -> list[Request]:
         """One dispatch, of at most so many steps. Returns the requests that have new tokens."""
         most = self.config.dispatch_steps
-        self.memory.sweep()
+        for log in self.logs:
+            log.sweep()
         self._submit()
         return (self._calm and self._decode(min(steps or most, most))) or self._compute()
 
@@ -248,7 +256,7 @@ class Engine:
         for nth in range(drawn.steps):
             parts = drawn.moments, drawn.draws
             moment, draw = jax.tree.map(lambda many, nth=nth: many[nth], parts)
-            self._record(moment)
+            self._record(moment, drawn.host)
             moved += self._collect(draw, beams)
         return self._conclude(moved, beams)
 
@@ -268,7 +276,7 @@ class Engine:
         if self.config.prefix_caching:
             self._count_hits(found.step)
         self._seat(found)
-        self._record(found.moment)
+        self._record(found.moment, found.host)
         tokens_of = {
             row: self._tokens(row, found.moment.length_B[row], count)
             for row, count in enumerate(found.step.tokens_B)
@@ -327,21 +335,11 @@ class Engine:
         )
         self._batch = dispatch.seat(self._batch, *equipment)
 
-    def _record(self, moment: Any) -> None:
-        """Logs a ``dispatch.Moment`` that the host has read."""
-        held = [
-            one if length else None for one, length in zip(self._row, moment.length_B, strict=True)
-        ]
-        self.memory.append(
-            moment.length_B,
-            moment.tail_B,
-            int(moment.used),
-            held,
-            idle=int(moment.idle),
-            copies=int(moment.copies),
-            short=bool(moment.short),
-            passed=0 if moment.passed is None else int(moment.passed),
-        )
+    def _record(self, moment: Moment, host: Moment | None) -> None:
+        """Logs what is held in a step, on both sides."""
+        self.memory.append(moment, self._row)
+        if self._host and host is not None:
+            self._host.record(host, self._slots)
 
     def _collect(self, draw: Any, beams: Beams | None) -> list[Request]:
         """Hands out a ``dispatch.Draw`` that the host has read; returns the requests that drew.

@@ -15,7 +15,8 @@ import numpy as np
 
 from paged_jax.scheduling.batching import Step
 from paged_jax.serving import dispatch
-from paged_jax.serving.dispatch import Batch
+from paged_jax.serving.batch import Batch, Moment
+from paged_jax.serving.memory_log import MemoryLog
 from paged_jax.serving.requests import Request
 
 CALL_BLOCKS = 32  # of one transfer: one program moves any number
@@ -25,6 +26,10 @@ class HostMemory:
     """Bytes of ``blocks`` blocks of a batch's cache. ``read`` brings device values to the host."""
 
     def __init__(self, batch: Batch, blocks: int, read: Callable[[Any], Any]) -> None:
+        cache = batch.cache
+        self.log = MemoryLog(
+            blocks=blocks, block_size=cache.rows.block_size, slot_bytes=cache.kv.slot_bytes
+        )
         self._read = read
         self._none = batch.cache.table.pool.none  # of the device
         shapes = jax.eval_shape(dispatch.fetch, batch, self._padded(np.zeros(0, np.int32)))
@@ -51,6 +56,12 @@ class HostMemory:
             assert request is not None, "it was admitted from this slot, or preempted"
             request.swapped = bool(out_R[slot])
         return batch
+
+    def record(self, moment: Moment, slots: Sequences[Request | None]) -> None:
+        """Logs what is here in a step."""
+        samples = len(moment.length_B) // len(slots)
+        held = [(one, nth) if one else None for one in slots for nth in range(samples)]
+        self.log.append(moment, held)
 
     def warm(self, batch: Batch) -> Batch:
         """Compiles what ``move`` runs; moves nothing."""

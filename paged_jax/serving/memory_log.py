@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from paged_jax.decoding.caches import Cache
 from paged_jax.memory.layout import blocks_of
 from paged_jax.memory.ledger import CATEGORIES
+from paged_jax.serving import batch
 from paged_jax.serving.requests import MemoryUse, Request, Sequence
 
 MOST_SKIPPED = 16  # moments that ``MemoryLog.settle`` may leave out
@@ -60,7 +60,7 @@ class MemoryLog:
     each row continued, B for those that drew nothing.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, *, blocks: int, block_size: int, slot_bytes: int) -> None:
         self.parents: list[np.ndarray] | None = None
         self.watcher: Watcher | None = None
         self.count = 0  # moments so far
@@ -69,31 +69,31 @@ class MemoryLog:
         # Sums over settled moments; the first ones have one each.
         self._sums = [collections.Counter[str]() for _ in range(MOST_SKIPPED + 1)]
         self._copies = 0
-        self._blocks, self._block_size = cache.kv.blocks, cache.table.block_size
-        self._slot_bytes = cache.kv.slot_bytes
+        self._blocks, self._block_size, self._slot_bytes = blocks, block_size, slot_bytes
 
     @property
     def pending(self) -> int:
         """Moments that are kept until sequences end."""
         return len(self._waits)
 
-    def append(
-        self,
-        length_B: np.ndarray,
-        tail_B: np.ndarray,
-        used: int,
-        held: Held,
-        *,
-        copies: int,
-        idle: int = 0,
-        short: bool = False,
-        passed: int = 0,
-    ) -> None:
-        """Keeps a moment; ``copies``: blocks copied on write so far."""
-        owners = tuple((one[0], one[0].sequences[one[1]]) if one else None for one in held)
-        moment = Moment(self.count, length_B, tail_B, used, idle, short, passed, owners)
+    def append(self, found: batch.Moment, held: Held) -> None:
+        """Keeps a moment that the host has read; ``held``: whose each row is."""
+        owners = tuple(
+            (one[0], one[0].sequences[one[1]]) if one and length else None
+            for one, length in zip(held, found.length_B, strict=True)
+        )
+        moment = Moment(
+            number=self.count,
+            length_B=np.asarray(found.length_B),
+            tail_B=np.asarray(found.tail_B),
+            used=int(found.used),
+            idle=int(found.idle),
+            short=bool(found.short),
+            passed=0 if found.passed is None else int(found.passed),
+            owners=owners,
+        )
         self.count += 1
-        self._copies = copies
+        self._copies = int(found.copies)
         if self.watcher:
             self.watcher.record(moment)
         named = {owner for owner in owners if owner}

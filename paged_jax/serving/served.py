@@ -29,6 +29,7 @@ class Steps:
     running_X: np.ndarray  # rows that are served
     waiting_X: np.ndarray  # requests that have arrived and are not: new ones, and preempted ones
     ledger_XJ: np.ndarray  # slots by ``ledger.CATEGORIES``
+    host_XJ: np.ndarray  # the same of host memory; zeros without any
 
     def __post_init__(self) -> None:
         names = [field.name for field in dataclasses.fields(self)]

@@ -102,12 +102,27 @@ def params(output: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
 
 
-class _Run:
+class _Ledgers:
+    """A ``Watcher`` that keeps ledgers, by moment."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[int]] = {}
+
+    def record(self, moment: Moment) -> None:
+        """Nothing is known of it yet."""
+
+    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
+        """The ledger of a step."""
+        self.of[moment.number] = [ledger[name] for name in CATEGORIES]
+
+
+class _Run(_Ledgers):
     """A run that goes on: who was submitted, and what was noted."""
 
     def __init__(
         self, engine: Engine, requests: Timed, prompts: Sequences[Sequences[int]], clock: Clock
     ) -> None:
+        super().__init__()
         self.engine, self.requests, self.prompts, self.clock = engine, requests, prompts, clock
         self.refused: dict[int, str] = {}
         self._next = 0  # the first request that was not submitted yet
@@ -121,8 +136,10 @@ class _Run:
         self._served: list[list[int]] = []  # by step of the last dispatch, whom it served
         self._running: list[int] = []
         self._used = 0  # blocks
-        self._ledgers: dict[int, list[int]] = {}  # by moment
         engine.memory.watcher = self
+        self._host = _Ledgers()
+        for log in engine.logs[1:]:
+            log.watcher = self._host
         self._began = clock.seconds()
 
     @property
@@ -154,10 +171,6 @@ class _Run:
         self._served.append([self._index[owner[0]] for owner in moment.owners if owner])
         self._running.append(len(self._served[-1]))
         self._used = moment.used
-
-    def settle(self, moment: Moment, ledger: dict[str, int]) -> None:
-        """The ledger of a step."""
-        self._ledgers[moment.number] = [ledger[name] for name in CATEGORIES]
 
     def wait(self) -> None:
         """Sleeps until the next request is due."""
@@ -203,9 +216,11 @@ class _Run:
 
     def result(self) -> Served:
         """What became of everybody, once all have ended."""
-        self.engine.memory.sweep()
-        self.engine.memory.watcher = None
-        ledgers = [ledger for _, ledger in sorted(self._ledgers.items())]
+        for log in self.engine.logs:
+            log.sweep()
+            log.watcher = None
+        ledgers = [ledger for _, ledger in sorted(self.of.items())]
+        host = [ledger for _, ledger in sorted(self._host.of.items())]
         return Served(
             requests=self.requests,
             start_seconds_R=self._start_R,
@@ -219,6 +234,7 @@ class _Run:
                 running_X=np.array(self._running),
                 waiting_X=np.array(self._waiting),
                 ledger_XJ=np.array(ledgers),
+                host_XJ=np.array(host) if host else np.zeros_like(ledgers),
             ),
             preemptions=self.engine.preemptions,
             swaps=self.engine.swaps,

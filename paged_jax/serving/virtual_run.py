@@ -193,6 +193,7 @@ def _steps(record: Record, count: int) -> tuple[np.ndarray, Steps]:
         running_X=cut.running_X,
         waiting_X=cut.waiting_X,
         ledger_XJ=cut.ledger_XJ,
+        host_XJ=cut.host_XJ,
     )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.config import MOST, DeviceConfig, ModelConfig
-from paged_jax.memory.ledger import CATEGORIES
+from paged_jax.memory.ledger import CATEGORIES, Ledger
 from paged_jax.memory.rows import Rows
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
@@ -71,6 +71,7 @@ class Record(flax.struct.PyTreeNode):
     running_X: jax.Array
     waiting_X: jax.Array
     ledger_XJ: jax.Array
+    host_XJ: jax.Array
 
 
 class Settings(flax.struct.PyTreeNode):
@@ -100,12 +101,14 @@ def advance(
         return state, record, nth + 1
 
     per_step = (compiled.steps,)
+    slots_XJ = jnp.zeros((compiled.steps, len(CATEGORIES)), jnp.int32)
     nothing = Record(
         begin=Time(jnp.zeros(per_step, jnp.int32), jnp.zeros(per_step)),
         seconds_X=jnp.zeros(per_step),
         running_X=jnp.zeros(per_step, jnp.int32),
         waiting_X=jnp.zeros(per_step, jnp.int32),
-        ledger_XJ=jnp.zeros((compiled.steps, len(CATEGORIES)), jnp.int32),
+        ledger_XJ=slots_XJ,
+        host_XJ=slots_XJ,
     )
     state, record, _ = lax.while_loop(goes_on, one_step, (state, nothing, jnp.int32(0)))
     return state, record
@@ -142,6 +145,7 @@ def _step(
         running_X=books.seated(seated).sum(dtype=jnp.int32),
         waiting_X=(came_R & ~seated.running_R & (seated.rank_R < MOST)).sum(dtype=jnp.int32),
         ledger_XJ=_ledger(seated, memory, short=plan.verdict == policy.SHORT),
+        host_XJ=_host_ledger(seated, memory),
     )
     token_B = seated.token_RT.at[seated.owner_B, seated.known_B()].get(mode="clip")
     nobody_B = jnp.zeros_like(draws_B)
@@ -225,8 +229,18 @@ def _ledger(seated: Book, memory: Rows, *, short: jax.Array) -> jax.Array:
     output_B = seated.output_RF.at[seated.owner_B, seated.sample_B].get(mode="fill", fill_value=1)
     final_B = seated.prompt_B() + output_B - 1
     pool_slots = memory.table.pool.blocks * memory.block_size
-    found = memory.ledger(final_B, pool_slots=pool_slots, short=short)
-    return jnp.stack([getattr(found, name) for name in CATEGORIES])
+    return _stacked(memory.ledger(final_B, pool_slots=pool_slots, short=short))
+
+
+def _host_ledger(seated: Book, memory: Rows) -> jax.Array:
+    """The same of host memory, where requests of one sample have a row each; zeros without any."""
+    if memory.host is None:
+        return jnp.zeros(len(CATEGORIES), jnp.int32)
+    return _stacked(memory.host_ledger(seated.prompt_R + seated.output_RF[:, 0] - 1))
+
+
+def _stacked(ledger: Ledger) -> jax.Array:
+    return jnp.stack([getattr(ledger, name) for name in CATEGORIES])
 
 
 def _first(step_R: jax.Array, now_R: jax.Array, step: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ NAMES = (
 
 def test_nothing_leaks() -> None:
     """2,000 steps in which all happens that can."""
-    ways = "--prefix_caching", "--swap_blocks=20", "--swap_sequences=2"
+    ways = "--prefix_caching", "--swap_blocks=20"
     done = call(soak, "--steps=2000", "--call_steps=200", *ways, *SMALL)
     assert (done.code, done.err) == (0, "")
     *lines, last = done.out.splitlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.memory.rows import Rows
 from paged_jax.model import weights
 from paged_jax.model.weights import Loaded
-from paged_jax.serving import cost_model, settings, trace_run, virtual_run
+from paged_jax.serving import batch, cost_model, settings, trace_run, virtual_run
 from paged_jax.serving.engine import Engine
 from paged_jax.serving.memory_log import MemoryLog
 from paged_jax.serving.requests import Request, Sequence
@@ -269,29 +268,22 @@ def test_the_logs_ledger_is_the_rows_where_groups_share_blocks() -> None:
         rows = random_rows(random)
         table = rows.table
         final_B = np.asarray(rows.length_B) + random.integers(0, 9, 5)
-        kv = types.SimpleNamespace(blocks=90, slot_bytes=1)
-        log = MemoryLog(types.SimpleNamespace(kv=kv, table=table))  # type: ignore[arg-type]
+        log = MemoryLog(blocks=90, block_size=4, slot_bytes=1)
         moments = Moments(log)
         owners = [
             (Request(None, [0] * (final + 1), GREEDY, [Sequence()]), 0)
             for final in final_B.tolist()
         ]
-        tail_B = np.asarray(block_table.last_block(table, table.length_B > 0))
-        log.append(
-            np.asarray(rows.length_B),
-            tail_B,
-            int(table.pool.used),
-            owners,
-            copies=0,
-            passed=int(rows.passed or 0),
-        )
+        found = jax.device_get(batch.held(table, 5))
+        log.append(found, owners)
         (moment,) = moments.kept
-        found, expected = log.ledger(moment), ledger_of(rows, final_B.astype(np.int32))
-        assert found == {name: int(getattr(expected, name)) for name in CATEGORIES}
-        assert sum(found.values()) == 360
+        slots, expected = log.ledger(moment), ledger_of(rows, final_B.astype(np.int32))
+        assert slots == {name: int(getattr(expected, name)) for name in CATEGORIES}
+        assert sum(slots.values()) == 360
         entries = int((np.asarray(table.table_BM) < 90).sum())
         assert log.settle().entry_slots == 4 * entries
-        shared += len({*tail_B[tail_B < 90].tolist()}) < len(tail_B[tail_B < 90])
+        tails = found.tail_B[found.tail_B < 90]
+        shared += len({*tails.tolist()}) < len(tails)
     assert shared > 5
 
 

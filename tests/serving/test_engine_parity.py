@@ -80,10 +80,11 @@ def compare(
     live = trace_run.run(engine, requests, prompts, clock=trace_run.step_clock(engine))
     known = [one + other for one, other in zip(prompts, live.token_ids, strict=True)]
     virtual = virtual_run.run(model.config, None, config, requests, sequences=known, call_steps=1)
-    for name in ("ledger_XJ", "running_X", "waiting_X"):
+    for name in ("ledger_XJ", "host_XJ", "running_X", "waiting_X"):
         np.testing.assert_array_equal(getattr(virtual.steps, name), getattr(live.steps, name))
     np.testing.assert_array_equal(virtual.finish_step_R, live.finish_step_R)
     np.testing.assert_array_equal(virtual.start_seconds_R, live.start_seconds_R)
+    assert {*live.steps.host_XJ.sum(axis=1).tolist()} == {config.swap_blocks * config.block_size}
     assert (virtual.preemptions, virtual.swaps) == (live.preemptions, live.swaps)
     for step, kept in engine.kept.items():
         for mine, theirs in zip(kept, tables[step - 1], strict=True):

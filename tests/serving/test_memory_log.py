@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +14,12 @@ from paged_jax.decoding.sampling import SamplingParams
 from paged_jax.memory import block_table
 from paged_jax.memory import rows as memory
 from paged_jax.memory.ledger import CATEGORIES
-from paged_jax.serving import memory_log
+from paged_jax.serving import batch, memory_log
 from paged_jax.serving.memory_log import MemoryLog, Moment
 from paged_jax.serving.requests import Request, Sequence
 
 ROWS, BLOCKS, SIZE = 6, 40, 4
 STEPS = 200
-
-
-@dataclasses.dataclass
-class Cache:
-    """What a log asks of a cache."""
-
-    table: block_table.BlockTable
-
-    @property
-    def kv(self) -> Cache:
-        return self
-
-    blocks = BLOCKS
-    slot_bytes = 1
 
 
 class Kept:
@@ -51,8 +38,12 @@ class Kept:
         self.ledgers[moment.number] = ledger
 
 
-def watched(table: block_table.BlockTable) -> tuple[MemoryLog, Kept]:
-    log, watcher = MemoryLog(Cache(table)), Kept()  # type: ignore[arg-type]
+def create() -> MemoryLog:
+    return MemoryLog(blocks=BLOCKS, block_size=SIZE, slot_bytes=1)
+
+
+def watched() -> tuple[MemoryLog, Kept]:
+    log, watcher = create(), Kept()
     log.watcher = watcher
     return log, watcher
 
@@ -85,22 +76,14 @@ def random_table(random: np.random.Generator) -> block_table.BlockTable:
 
 def moment_of(table: block_table.BlockTable, final_B: np.ndarray, short: bool) -> Moment:
     """What an engine records of rows that will have stored ``final_B`` tokens."""
-    tail_B = block_table.last_block(table, table.length_B > 0)
-    log, watcher = watched(table)
+    log, watcher = watched()
     owners = []
     for final in final_B.tolist():
         drawn = min(final, 3)
         sequence = Sequence(token_ids=[0] * (drawn + 1))
         request = Request(None, [0] * (final - drawn), SamplingParams(), [sequence])
         owners.append((request, 0))
-    log.append(
-        np.asarray(table.length_B),
-        np.asarray(tail_B),
-        int(table.pool.used),
-        owners,
-        copies=0,
-        short=short,
-    )
+    log.append(jax.device_get(batch.held(table, ROWS)).replace(short=short), owners)
     (moment,) = watcher.moments
     return moment
 
@@ -111,7 +94,7 @@ def differences(seed: int) -> tuple[dict[str, tuple[int, int]], block_table.Bloc
     table, short = random_table(random), bool(seed % 2)
     final_B = np.asarray(table.length_B) + random.integers(0, 9, ROWS)
     moment = moment_of(table, final_B, short)
-    found = MemoryLog(Cache(table)).ledger(moment)  # type: ignore[arg-type]
+    found = create().ledger(moment)
     assert sum(found.values()) == BLOCKS * SIZE
     expected = ledger_of(table, jnp.asarray(final_B, jnp.int32), short)
     pairs = {name: (found[name], int(getattr(expected, name))) for name in CATEGORIES}
@@ -145,7 +128,10 @@ def record(log: MemoryLog, random: np.random.Generator, held: list) -> None:
     """A moment of rows that hold anything, each its own blocks."""
     length_B = np.array([random.integers(1, 25) if owner else 0 for owner in held])
     used = int((-(-length_B // SIZE)).sum())
-    log.append(length_B, np.arange(ROWS), used, held, copies=used, idle=1, short=used % 2 == 0)
+    moment = {"length_B": length_B, "tail_B": np.arange(ROWS), "used": used, "copies": used}
+    more = {"idle": 1, "short": used % 2 == 0, "passed": None}
+    found: Any = types.SimpleNamespace(**moment, **more)
+    log.append(found, held)
 
 
 def run(log: MemoryLog, seed: int) -> list[Request]:
@@ -173,7 +159,7 @@ def run(log: MemoryLog, seed: int) -> list[Request]:
 
 
 def test_moments_are_kept_no_longer_than_until_their_sequences_end() -> None:
-    log, watcher = watched(random_table(np.random.default_rng(0)))
+    log, watcher = watched()
     for request in run(log, 0):
         for sequence in request.sequences:
             sequence.finish_reason = "length"
@@ -200,7 +186,7 @@ def test_moments_are_kept_no_longer_than_until_their_sequences_end() -> None:
 
 
 def test_sequences_that_a_search_replaces_end_with_it() -> None:
-    log, _ = watched(random_table(np.random.default_rng(0)))
+    log, _ = watched()
     request = Request(None, [0], SamplingParams(n=2), [Sequence(), Sequence()])
     record(log, np.random.default_rng(0), [(request, 0), (request, 1), *[None] * 4])
     log.sweep()

@@ -17,6 +17,7 @@ from paged_jax.serving.engine import Engine
 from paged_jax.serving.host_memory import HostMemory
 from paged_jax.serving.requests import Request
 from tests.support import engines
+from tests.support.moments import Moments
 
 SWAP: dict[str, Any] = {"swap_slots": 60}
 
@@ -83,8 +84,14 @@ def faults(engine: Engine) -> list[str]:
 def test_swapped_requests_draw_as_if_alone(poisoned: list[int], prefix_caching: bool) -> None:
     load = engines.random_requests(3, 24, prompt=20, output=11)
     engine = engines.create(**SWAP, prefix_caching=prefix_caching)
+    moments = Moments(engine.logs[1])
     requests = serve(engine, load)
     assert poisoned
+    for log in engine.logs:
+        log.sweep()
+    slots = [sum(ledger.values()) for ledger in moments.ledgers.values()]
+    assert slots == [60] * engine.memory.count
+    assert max(ledger["token"] for ledger in moments.ledgers.values()) > 20
     assert 0 < engine.swaps <= engine.preemptions
     assert all(map(engines.as_alone, requests))
 

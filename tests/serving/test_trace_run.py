@@ -50,9 +50,10 @@ class ListEngine:
         self.slept: list[float] = []
         self.submitted: list[tuple[int, float]] = []  # first token of the prompt, and when
         self.config = EngineConfig(pool_slots=64, block_size=16, rows=ROWS)
-        self.preemptions = 0
+        self.preemptions = self.swaps = 0
         self.hits = {"new": prefix_hits.zero()}
         self.memory = ListLog()
+        self.logs = (self.memory,)
         self._queue: list[live.Request] = []
         self._running: list[live.Request] = []
 
@@ -70,7 +71,8 @@ class ListEngine:
     def busy(self) -> bool:
         return bool(self._queue or self._running)
 
-    def advance(self) -> list[live.Request]:
+    def advance(self, steps: int | None = None) -> list[live.Request]:
+        assert steps is None, "a clock of seconds knows no steps"
         while self._queue and len(self._running) < ROWS:
             self._running.append(self._queue.pop(0))
         served = list(self._running)
