@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("repeatable")
 # two cores, three of them hang.
 os.environ.setdefault("PJRT_NPROC", "16")
 
+MOST_MAPS = 30_000
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -31,6 +32,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             pytest.skip(f"needs a {platform.upper()}, JAX found {jax.default_backend()}")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Programs are dropped between modules before a worker has so many that XLA's compiler crashes:
+    each keeps pages mapped, of which Linux lets a process have 65,530."""
+    maps = Path("/proc/self/maps")
+    leaves = nextitem is None or nextitem.path != item.path
+    if leaves and maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
