@@ -15,7 +15,10 @@ REQUEST_COLUMNS = (
     *("rate", "request", "arrival_seconds", "prompt_tokens", "output_tokens", "start_seconds"),
     *("first_token_seconds", "finish_seconds", "normalised_latency", "error"),
 )
-STEP_COLUMNS = ("rate", "seconds", "running", "waiting", "used_fraction", "token_fraction")
+STEP_COLUMNS = (
+    *("rate", "seconds", "running", "waiting", "used_fraction", "token_fraction"),
+    "host_used_fraction",
+)
 PRINTED = (
     ("served", "{:.0f}"),
     ("normalised_latency_mean", "{:.4g}"),
@@ -24,10 +27,12 @@ PRINTED = (
     ("output_tokens_per_second", "{:.1f}"),
     ("running_mean", "{:.1f}"),
     ("preemptions", "{:.0f}"),
+    ("swaps", "{:.0f}"),
     ("token_fraction", "{:.1%}"),
 )
 HEADINGS = (
-    *("rate", "served", "s/token", "p99", "first, s", "tokens/s", "running", "preempted", "token"),
+    *("rate", "served", "s/token", "p99", "first, s", "tokens/s", "running", "preempted"),
+    *("swapped", "token"),
 )
 
 
@@ -55,7 +60,8 @@ def append(out: str, rate: object, result: Served, *, first: bool) -> None:
         first=first,
     )
     token_X = steps.slots("token") / steps.ledger_XJ.sum(axis=1)
-    series = (steps.seconds_X, steps.running_X, steps.waiting_X, steps.used_X, token_X)
+    fractions = (steps.used_X, token_X, steps.host_used_X)
+    series = (steps.seconds_X, steps.running_X, steps.waiting_X, *fractions)
     moments = zip(*(column.tolist() for column in series), strict=True)
     _write(Path(out) / STEPS, STEP_COLUMNS, ((rate, *moment) for moment in moments), first=first)
 

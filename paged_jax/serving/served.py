@@ -38,8 +38,12 @@ class Steps:
     @property
     def used_X(self) -> np.ndarray:
         """Fraction of the pool that rows hold."""
-        held_X = sum(self.slots(name) for name in ("token", "reserved", "internal"))
-        return held_X / np.maximum(self.ledger_XJ.sum(axis=1), 1)
+        return _held(self.ledger_XJ)
+
+    @property
+    def host_used_X(self) -> np.ndarray:
+        """Fraction of host memory that requests hold which wait there."""
+        return _held(self.host_XJ)
 
     def slots(self, category: str) -> np.ndarray:
         """Slots of one category in each step, [X]."""
@@ -151,6 +155,11 @@ def measures(result: Served) -> dict[str, float]:
     for name in CATEGORIES:
         values[f"{name}_fraction"] = float(steps.slots(name).mean() / pool_slots)
     return values
+
+
+def _held(ledger_XJ: np.ndarray) -> np.ndarray:
+    held = [CATEGORIES.index(name) for name in ("token", "reserved", "internal")]
+    return ledger_XJ[:, held].sum(axis=1) / np.maximum(ledger_XJ.sum(axis=1), 1)
 
 
 def _spread(name: str, value_R: np.ndarray) -> dict[str, float]:
