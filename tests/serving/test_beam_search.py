@@ -130,8 +130,9 @@ def check(request: Request) -> None:
         assert engines.tokens_of(request) == alone(tuple(request.prompt_ids), request.params)
 
 
-def test_searches_and_samples_mix_and_are_preempted() -> None:
-    engine = engines.create(searches=True, model=MODEL)
+@pytest.mark.parametrize("swap_slots", [None, pytest.param(60, marks=pytest.mark.slow)])
+def test_searches_and_samples_mix_and_are_preempted(swap_slots: int | None) -> None:
+    engine = engines.create(searches=True, model=MODEL, swap_slots=swap_slots)
     moments = Moments(engine.memory)
     requests = [engine.add(*one) for one in mixed(5, 36)]
     resumed: set[Request] = set()
@@ -144,6 +145,7 @@ def test_searches_and_samples_mix_and_are_preempted() -> None:
         assert block_table.faults(engine.cache.table) == []
     engines.check_empty(engine)
     assert together
+    assert (engine.swaps > 3) == bool(swap_slots)
     wide = [one for one in resumed if one.search and one.params.n > 1]
     assert len(wide) > 2
     assert max(len(one.sequences[0].token_ids) for one in wide) > engine.config.step_tokens / 3
