@@ -42,19 +42,25 @@ def refusal(problem: Problem, tiling: Tiling) -> str | None:
 
 
 def default_tiling(problem: Problem) -> Tiling:
-    """Key tiles of about 256 tokens; as many pairs a step as make 4 MiB, at most 16."""
-    blocks = min(max(1, 256 // problem.block_size), problem.row_blocks)
-    tokens = blocks * problem.block_size
+    """Key tiles of about 256 tokens; as many pairs a step as make 4 MiB, at most 16.
+
+    Tiles of 128 where rows have one query: the last one of a row is half empty on average, and a
+    decode step does little else than bring tiles in.
+    """
     row_queries = -(-problem.queries // problem.rows)
     queries = min(64, 1 << (row_queries - 1).bit_length())
+    about = 128 if queries == 1 else 256
+    blocks = min(max(1, about // problem.block_size), problem.row_blocks)
+    tokens = blocks * problem.block_size
     # Keys and values of a pair, or its logits, in f32; and never more pairs than there can be.
     numbers = tokens * max(2 * problem.kv_heads * problem.width, problem.query_heads * queries)
     most = tile_pairs.most_tiles(problem, queries) * -(-problem.row_blocks // blocks)
+    at_once = max(1, min(2**20 // numbers, 16, most))
     return Tiling(
         queries=queries,
         tokens=tokens,
         heads=problem.kv_heads,
-        splits=max(1, min(2**20 // numbers, 16, most)),
+        splits=1 << (at_once.bit_length() - 1),  # rows tend to come in such numbers, too
         stages=1,
     )
 
