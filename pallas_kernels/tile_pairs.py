@@ -2,9 +2,7 @@
 
 Each row's queries are cut into tiles (``query_tiles``), its stored tokens into tiles of whole
 blocks. Of all pairs only those with a key that some query sees are listed, row after row, so that
-a loop over the list costs what is there and not what there is room for. A pair whose queries all
-see all of its keys is an *inner* one and needs no mask; the others lie on an *edge*: of a length,
-a window, the diagonal, a draft.
+a loop over the list costs what is there and not what there is room for.
 """
 
 from __future__ import annotations
@@ -35,21 +33,18 @@ class Tiles(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """For every query tile ``count`` key tiles from ``first`` on, leaving out a gap."""
+    """For every query tile ``count`` key tiles from ``first`` on."""
 
     end_I: jax.Array  # running total of the counts
     count_I: jax.Array
     first_I: jax.Array
-    gap_at_I: jax.Array  # key tiles before the gap
-    gap_I: jax.Array  # key tiles in it
 
     def at(self, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Query tile and key tile of the n-th pair."""
         tile = jnp.sum(pair >= self.end_I, dtype=jnp.int32)
         tile = jnp.minimum(tile, len(self.end_I) - 1)
         nth = pair - (self.end_I - self.count_I)[tile]
-        gap = jnp.where(nth >= self.gap_at_I[tile], self.gap_I[tile], 0)
-        return tile, self.first_I[tile] + nth + gap
+        return tile, self.first_I[tile] + nth
 
 
 def cut(operands: Operands, problem: Problem, size: int) -> Tiles:
@@ -86,24 +81,7 @@ def every_pair(tiles: Tiles, tokens: int) -> Pairs:
     """All pairs, for key tiles of ``tokens``."""
     first_I = tiles.begin_I // tokens
     count_I = jnp.maximum(-(-tiles.end_I // tokens) - first_I, 0)
-    nothing_I = jnp.zeros_like(count_I)
-    return Pairs(jnp.cumsum(count_I), count_I, first_I, nothing_I, nothing_I)
-
-
-def inner_and_edge(tiles: Tiles, problem: Problem, tokens: int) -> tuple[Pairs, Pairs]:
-    """All pairs in two lists: those that need no mask, and the others."""
-    # What the first and the last query see, all between them see.
-    begin_I, _ = _key_range(problem, tiles.length_I, tiles.last_I, tiles.last_I)
-    _, end_I = _key_range(problem, tiles.length_I, tiles.position_I, tiles.position_I)
-    if problem.draft is not None:
-        end_I = jnp.minimum(end_I, tiles.drafted_I)
-    every = every_pair(tiles, tokens)
-    first_I = jnp.maximum(-(-begin_I // tokens), every.first_I)
-    count_I = jnp.where(every.count_I > 0, jnp.maximum(end_I // tokens - first_I, 0), 0)
-    inner = every._replace(end_I=jnp.cumsum(count_I), count_I=count_I, first_I=first_I)
-    rest_I = every.count_I - count_I
-    edge = Pairs(jnp.cumsum(rest_I), rest_I, every.first_I, first_I - every.first_I, count_I)
-    return inner, edge
+    return Pairs(jnp.cumsum(count_I), count_I, first_I)
 
 
 def for_each[Carry](

@@ -42,20 +42,21 @@ def refusal(problem: Problem, tiling: Tiling) -> str | None:
 
 
 def default_tiling(problem: Problem) -> Tiling:
-    """Key tiles of about 256 tokens; as many pairs a step as make 4 MiB, at most 16.
+    """Key tiles of about 256 tokens; as many pairs a step as make 4 MiB, at most 32.
 
-    Tiles of 128 where rows have one query: the last one of a row is half empty on average, and a
-    decode step does little else than bring tiles in.
+    Tiles of 128 where rows have few queries: the last one of a row is half empty on average, and
+    such a step does little else than bring tiles in.
     """
     row_queries = -(-problem.queries // problem.rows)
     queries = min(64, 1 << (row_queries - 1).bit_length())
-    about = 128 if queries == 1 else 256
+    about = 128 if queries <= 16 else 256
     blocks = min(max(1, about // problem.block_size), problem.row_blocks)
     tokens = blocks * problem.block_size
-    # Keys and values of a pair, or its logits, in f32; and never more pairs than there can be.
-    numbers = tokens * max(2 * problem.kv_heads * problem.width, problem.query_heads * queries)
+    # Keys or values of a pair, its logits and its queries; and no more pairs than there can be.
+    numbers = tokens * problem.kv_heads * problem.width
+    numbers += queries * problem.query_heads * (tokens + problem.width)
     most = tile_pairs.most_tiles(problem, queries) * -(-problem.row_blocks // blocks)
-    at_once = max(1, min(2**20 // numbers, 16, most))
+    at_once = max(1, min(2**20 // numbers, 32, most))
     return Tiling(
         queries=queries,
         tokens=tokens,
@@ -88,30 +89,23 @@ def attend(
     most = call.to_tiles(lse_TH.astype(dtype))
     state = State(most, (most > -jnp.inf).astype(dtype), jnp.zeros_like(q))
     assert tiling.splits is not None
-    inner, edge = tile_pairs.inner_and_edge(call.tiles, problem, call.tokens)
-    state = _attend_pairs(call, q, inner, tiling.splits, state, masked=False)
-    state = _attend_pairs(call, q, edge, tiling.splits, state, masked=True)
+    pairs = tile_pairs.every_pair(call.tiles, call.tokens)
+    state = _attend_pairs(call, q, pairs, tiling.splits, state)
     out = state.out / jnp.where(state.total > 0, state.total, 1)[..., None]
     lse = state.most + jnp.log(state.total)
     return _to_tokens(out, call, out_THD), _to_tokens(lse, call, lse_TH)
 
 
-def _attend_pairs(
-    call: TiledCall, q: jax.Array, pairs: Pairs, at_once: int, state: State, *, masked: bool
-) -> State:
+def _attend_pairs(call: TiledCall, q: jax.Array, pairs: Pairs, at_once: int, state: State) -> State:
     def attend_pair(pair: jax.Array) -> tuple[jax.Array, State]:
         tile, key = pairs.at(pair)
         places = call.places(tile, key)
-        block = call.blocks(tile, key)
-        k = call.load(block, 0).scaled()
+        k = call.load(tile, key, 0).scaled()
         logit = call.score(q[tile], k, call.operands.alibi_slope_H, places)
+        logit = jnp.where(call.visible(tile, places), logit, -jnp.inf)
         # Values come when the keys are done with: both at once are more than L2 holds.
-        logit, block = lax.optimization_barrier((logit, block))
-        v = call.load(block, 1).scaled()
-        if masked:
-            seen = call.visible(tile, places)
-            logit = jnp.where(seen, logit, -jnp.inf)
-            v = jnp.where(seen.any(axis=0)[:, None], v, 0)
+        logit, key = lax.optimization_barrier((logit, key))
+        v = call.load(tile, key, 1).scaled()
         most = jnp.max(logit, axis=-1)
         weight = jnp.exp(logit - xla_tiles.finite(most)[..., None])
         out = jnp.einsum("kgqj,kjd->kgqd", weight, v, precision="highest")

@@ -85,7 +85,7 @@ def _add_pairs(
         places = call.places(tile, key)
         seen = call.visible(tile, places)
         block = call.blocks(tile, key)
-        k, v = (_cleared(call.load(block, side), seen) for side in (0, 1))
+        k, v = (call.load(tile, key, side) for side in (0, 1))
         q, lse, d_out, delta = (array[tile] for array in tiled)
 
         def score(q: jax.Array, k: Stored, v: Stored, slope_H: jax.Array | None) -> Any:
@@ -103,12 +103,6 @@ def _add_pairs(
 
     assert tiling.splits is not None
     return tile_pairs.for_each(pairs, tiling.splits, step, _nothing(operands, problem))
-
-
-def _cleared(stored: Stored, seen: jax.Array) -> Stored:
-    """A tile with 0 for slots that no query sees, which may hold NaN; each slot with its scale."""
-    seen_by_any = seen.any(axis=0)[:, None]
-    return jax.tree.map(lambda array: jnp.where(seen_by_any, array, 0), stored)
 
 
 def _add(

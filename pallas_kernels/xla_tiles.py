@@ -73,25 +73,49 @@ class TiledCall:
         block = self.operands.table_BM[tiles.row_I[tile], jnp.minimum(nth, problem.row_blocks - 1)]
         return jnp.where(seen, block, problem.blocks)
 
-    def load(self, block: jax.Array, side: int) -> Stored:
-        """Keys (side 0) or values (1) in the blocks of a key tile; any for block N."""
+    def load(self, tile: jax.Array, key: jax.Array, side: int) -> Stored:
+        """Keys (side 0) or values (1) of a key tile.
+
+        0 in slots that no query of the tile sees, and so is their scale: there may be NaN.
+        """
         operands, problem, dtype = self.operands, self.problem, compute_type(self.operands)
-        block = jnp.clip(block, 0, problem.blocks - 1)
-        pool = operands.kv_NUKSD.reshape(-1, problem.block_size * problem.width)
+        block = self.blocks(tile, key)
+        rows = self._rows(tile, key, block, side)
+        slots = lax.bitcast_convert_type(rows, operands.kv_NUKSD.dtype).astype(dtype)
+        slots = slots.reshape(problem.kv_heads, self.tokens, problem.width)
+        scale = (operands.k_scale, operands.v_scale)[side]
+        seen = self.visible(tile, self.places(tile, key)).any(axis=0)[:, None]
+        if problem.draft is not None:  # it hides slots between those that are seen
+            slots = jnp.where(seen, slots, 0)
+        if scale is not None:
+            by_slot = scale.ndim > 1
+            scale = scale.at[block].get(mode="clip").swapaxes(0, 1) if by_slot else scale
+            scale = scale.astype(dtype).reshape(problem.kv_heads, -1, 1)
+            scale = jnp.where(seen, scale, 0) if by_slot else scale
+        return Stored(slots, scale)
+
+    def _rows(self, tile: jax.Array, key: jax.Array, block: jax.Array, side: int) -> jax.Array:
+        """Blocks as ``pool_rows`` orders them, [K, blocks, S * D], 0 outside of the tile's range.
+
+        The range is cut as the rows pass by, which costs nothing; afterwards it is a pass of its
+        own.
+        """
+        problem, tiles = self.problem, self.tiles
+        pool = self.operands.kv_NUKSD.reshape(-1, problem.block_size * problem.width)
         if pool.dtype.name.startswith("float8"):
             # XLA on a CPU would convert the whole pool before it gathers from it, ahead of the loop
             # over the pairs unless that has to wait for the block.
             pool, block = lax.optimization_barrier((pool, block))
             pool = lax.bitcast_convert_type(pool, jnp.uint8)
-        rows = pool.at[pool_rows(block, side, problem)].get(mode="promise_in_bounds")
+        block_of = jnp.clip(block, 0, problem.blocks - 1)
+        rows = pool.at[pool_rows(block_of, side, problem)].get(mode="promise_in_bounds")
+        nth = key * len(block) + jnp.arange(len(block), dtype=jnp.int32)[:, None]
+        number = jnp.arange(rows.shape[-1], dtype=jnp.int32)
+        seen = number < (tiles.end_I[tile] - nth * problem.block_size) * problem.width
+        if problem.window is not None:
+            seen &= number >= (tiles.begin_I[tile] - nth * problem.block_size) * problem.width
         # A reshape inside the gather's loop would make it copy single numbers.
-        rows = lax.optimization_barrier(rows)
-        slots = lax.bitcast_convert_type(rows, operands.kv_NUKSD.dtype).astype(dtype)
-        scale = (operands.k_scale, operands.v_scale)[side]
-        if scale is not None:
-            scale = scale if scale.ndim == 1 else scale[block].swapaxes(0, 1)
-            scale = scale.astype(dtype).reshape(problem.kv_heads, -1, 1)
-        return Stored(slots.reshape(problem.kv_heads, self.tokens, problem.width), scale)
+        return lax.optimization_barrier(jnp.where(seen, rows, jnp.zeros((), rows.dtype)))
 
     def score(
         self, q: jax.Array, k: jax.Array, slope_H: jax.Array | None, places: Places

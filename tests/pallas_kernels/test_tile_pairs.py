@@ -1,4 +1,4 @@
-"""Pairs of tiles: those with something to do, each once, and no mask where none is needed."""
+"""Pairs of tiles: those with something to do, each once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from pallas_kernels import problem as problems
 from pallas_kernels import tile_pairs
 from pallas_kernels.problem import Operands, Problem
-from pallas_kernels.tile_pairs import Pairs
-from tests.support.attention import drafted, owners, sees
+from tests.support.attention import owners, sees
 
 ROWS, QUERIES, ROW_BLOCKS, BLOCK_SIZE = 4, 16, 6, 2  # one shape: one compilation an option
 
@@ -57,61 +56,42 @@ def starts(counts: list[int]) -> np.ndarray:
 Listed = list[tuple[int, int, int]]  # row, first token and key tile of pairs
 
 
-def lister(options: dict[str, Any], size: int, tokens: int) -> Callable[[Batch], list[Listed]]:
-    """The lists of all pairs, of inner ones and of those on an edge."""
-
+def lister(options: dict[str, Any], size: int, tokens: int) -> Callable[[Batch], Listed]:
     @jax.jit
-    def lists(start_P: jax.Array, length_B: jax.Array) -> list[Any]:
+    def columns(start_P: jax.Array, length_B: jax.Array) -> tuple[jax.Array, ...]:
         operands, problem = call(start_P, length_B, options)
         tiles = tile_pairs.cut(operands, problem, size)
+        pairs = tile_pairs.every_pair(tiles, tokens)
         number = jnp.arange(QUERIES * ROW_BLOCKS, dtype=jnp.int32)
+        tile, key = jax.vmap(pairs.at)(number)
+        busy = tile < len(tiles.row_I) - 1
+        return busy, number < pairs.end_I[-1], tiles.row_I[tile], tiles.token_IQ[tile, 0], key
 
-        def columns(pairs: Pairs) -> tuple[jax.Array, ...]:
-            tile, key = jax.vmap(pairs.at)(number)
-            busy = tile < len(tiles.row_I) - 1
-            return busy, number < pairs.end_I[-1], tiles.row_I[tile], tiles.token_IQ[tile, 0], key
-
-        every = tile_pairs.every_pair(tiles, tokens)
-        return [columns(p) for p in (every, *tile_pairs.inner_and_edge(tiles, problem, tokens))]
-
-    def rows(columns: tuple[Any, ...]) -> Listed:
-        busy, listed, *where = (np.asarray(column) for column in columns)
+    def listed(batch: Batch) -> Listed:
+        found = columns(starts(batch[0]), np.array(batch[1], np.int32))
+        busy, listed, *where = (np.asarray(column) for column in found)
         assert (busy == listed).all(), "numbers past the last pair are the idle tile's"
         return list(zip(*(column[listed].tolist() for column in where), strict=True))
 
-    return lambda batch: [
-        rows(columns) for columns in lists(starts(batch[0]), np.array(batch[1], np.int32))
-    ]
+    return listed
 
 
-def expected(
-    batch: Batch, size: int, tokens: int, options: dict[str, Any]
-) -> tuple[Listed, Listed]:
-    """All pairs in which a query sees a key, drafts apart, and those in which each sees each."""
+def expected(batch: Batch, size: int, tokens: int, options: dict[str, Any]) -> Listed:
+    """All pairs in which a query sees a key, drafts apart."""
     counts, lengths = batch
     causal, window = options.get("causal", True), options.get("window")
-    draft = options.get("draft_mask_TQ")
-    some, whole = [], []
-    for row, (first, last) in enumerate(owners(QUERIES, starts(counts))):
-        for token in range(first, last, size):
-            for key in range(-(-ROW_BLOCKS * BLOCK_SIZE // tokens)):
-                pairs = [
-                    (query, position)
-                    for query in range(token, min(token + size, last))
-                    for position in range(key * tokens, (key + 1) * tokens)
-                ]
-                seen = [
-                    position < lengths[row]
-                    and sees(position, lengths[row] - last + query, causal=causal, window=window)
-                    for query, position in pairs
-                ]
-                if any(seen):
-                    some.append((row, token, key))
-                own = lengths[row] - (last - first)
-                if all(seen) and all(position < own for _, position in pairs if draft is not None):
-                    assert all(drafted(draft, query, at - own) for query, at in pairs)
-                    whole.append((row, token, key))
-    return some, whole
+    return [
+        (row, token, key)
+        for row, (first, last) in enumerate(owners(QUERIES, starts(counts)))
+        for token in range(first, last, size)
+        for key in range(-(-ROW_BLOCKS * BLOCK_SIZE // tokens))
+        if any(
+            position < lengths[row]
+            and sees(position, lengths[row] - last + query, causal=causal, window=window)
+            for query in range(token, min(token + size, last))
+            for position in range(key * tokens, (key + 1) * tokens)
+        )
+    ]
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -127,15 +107,12 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "causal")
 @pytest.mark.parametrize(("size", "tokens"), [(1, 4), (4, 2)])
 def test_pairs_are_those_of_plain_python(options, size, tokens):
-    lists = lister(options, size, tokens)
+    listed = lister(options, size, tokens)
 
     @given(batch=batches())
     @hypothesis.settings(max_examples=30)
     def check(batch):
-        some, whole = expected(batch, size, tokens, options)
-        every, inner, edge = lists(batch)
-        assert (every, inner) == (some, whole)
-        assert sorted(inner + edge) == some
+        assert listed(batch) == expected(batch, size, tokens, options)
 
     check()
 
