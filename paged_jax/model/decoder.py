@@ -15,6 +15,7 @@ from flax import nnx
 
 from paged_jax.config import ModelConfig
 from paged_jax.model import layers, rotary
+from paged_jax.model.linear import Linear, project
 from paged_jax.model.views import View
 from pallas_kernels import dims
 
@@ -35,12 +36,12 @@ class Decoder(nnx.Module):
         self.head = (
             None
             if config.tied_embedding
-            else layers.linear(config.width, config.vocabulary, config, False, rngs)
+            else Linear(config.width, config.vocabulary, config, bias=False, rngs=rngs)
         )
 
-    def __call__(
-        self, token_T: jax.Array, position_T: jax.Array, view: View
-    ) -> tuple[jax.Array, View]:
+    def __call__[V: View](
+        self, token_T: jax.Array, position_T: jax.Array, view: V
+    ) -> tuple[jax.Array, V]:
         """Hidden states [T, width] of a step's tokens, and the view with their keys and values."""
         dims(token_T=token_T, position_T=position_T)
         config = self.config
@@ -58,14 +59,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden_TE: jax.Array) -> jax.Array:
         """Logits [T, V] in f32 of hidden states."""
-        if self.head is None:
-            logits_TV = jnp.einsum(
-                "te,ve->tv",
-                hidden_TE,
-                self.embedding[...],
-                preferred_element_type=jnp.float32,
-            )
-        else:
-            logits_TV = self.head(hidden_TE).astype(jnp.float32)
+        head = self.embedding if self.head is None else self.head.weight
+        logits_TV = project(hidden_TE, head[...], jnp.float32)
         cap = self.config.logit_soft_cap
         return logits_TV if cap is None else cap * jnp.tanh(logits_TV / cap)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from paged_jax.config import ModelConfig
 from paged_jax.model import rotary
+from paged_jax.model.linear import Linear
 from paged_jax.model.views import View
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -43,31 +44,16 @@ class RMSNorm(nnx.Module):
         return (wide * scale * weight).astype(x.dtype)
 
 
-def linear(
-    inputs: int, outputs: int, config: ModelConfig, bias: bool, rngs: nnx.Rngs
-) -> nnx.Linear:
-    """A projection in the config's type, drawn N(0, 0.02) as Llama's and GPT-2's are."""
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=bias,
-        dtype=config.dtype,
-        param_dtype=config.dtype,
-        kernel_init=nnx.initializers.normal(0.02),
-        rngs=rngs,
-    )
-
-
 class Attention(nnx.Module):
     """Projections, rotary and norms around a cache view's attention."""
 
     def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs) -> None:
         query_width = config.query_heads * config.head_width
         kv_width = config.kv_heads * config.head_width
-        self.query = linear(config.width, query_width, config, config.qkv_bias, rngs)
-        self.key = linear(config.width, kv_width, config, config.qkv_bias, rngs)
-        self.value = linear(config.width, kv_width, config, config.qkv_bias, rngs)
-        self.output = linear(query_width, config.width, config, config.output_bias, rngs)
+        self.query = Linear(config.width, query_width, config, bias=config.qkv_bias, rngs=rngs)
+        self.key = Linear(config.width, kv_width, config, bias=config.qkv_bias, rngs=rngs)
+        self.value = Linear(config.width, kv_width, config, bias=config.qkv_bias, rngs=rngs)
+        self.output = Linear(query_width, config.width, config, bias=config.output_bias, rngs=rngs)
         self.query_norm = RMSNorm(config.head_width, config) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_width, config) if config.qk_norm else None
         self.layer = layer
@@ -76,9 +62,9 @@ class Attention(nnx.Module):
         self.window = config.window(layer)
         self.soft_cap = config.attention_soft_cap
 
-    def __call__(
-        self, x_TE: jax.Array, angles: tuple[jax.Array, jax.Array], view: View
-    ) -> tuple[jax.Array, View]:
+    def __call__[V: View](
+        self, x_TE: jax.Array, angles: tuple[jax.Array, jax.Array], view: V
+    ) -> tuple[jax.Array, V]:
         queries = x_TE.shape[0]
         q, k, v = (
             project(x_TE).reshape(queries, -1, self.head_width)
@@ -102,9 +88,9 @@ class MLP(nnx.Module):
     """``down(activation(gate(x)) * up(x))`` (Shazeer, GLU variants, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.gate = linear(config.width, config.mlp_width, config, config.mlp_bias, rngs)
-        self.up = linear(config.width, config.mlp_width, config, config.mlp_bias, rngs)
-        self.down = linear(config.mlp_width, config.width, config, config.mlp_bias, rngs)
+        self.gate = Linear(config.width, config.mlp_width, config, bias=config.mlp_bias, rngs=rngs)
+        self.up = Linear(config.width, config.mlp_width, config, bias=config.mlp_bias, rngs=rngs)
+        self.down = Linear(config.mlp_width, config.width, config, bias=config.mlp_bias, rngs=rngs)
         self.activation = config.activation
 
     def __call__(self, x_TE: jax.Array) -> jax.Array:
@@ -123,9 +109,9 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.mlp_post_norm = norm() if config.post_norms else None
 
-    def __call__(
-        self, x_TE: jax.Array, angles: tuple[jax.Array, jax.Array], view: View
-    ) -> tuple[jax.Array, View]:
+    def __call__[V: View](
+        self, x_TE: jax.Array, angles: tuple[jax.Array, jax.Array], view: V
+    ) -> tuple[jax.Array, V]:
         out, view = self.attention(self.attention_norm(x_TE), angles, view)
         x_TE += self.attention_post_norm(out) if self.attention_post_norm is not None else out
         out = self.mlp(self.mlp_norm(x_TE))

@@ -61,7 +61,7 @@ class PagedView(flax.struct.PyTreeNode):
         scale: float | None,
         window: int | None,
         soft_cap: float | None,
-    ) -> tuple[jax.Array, PagedView]:
+    ) -> tuple[jax.Array, Self]:
         """As ``View.attend``, through the block table."""
         group, nth = self.places[layer]
         one = self.replace(tables=(self.tables[group],), slots=(self.slots[group],))
@@ -121,7 +121,7 @@ class CausalView(flax.struct.PyTreeNode):
         scale: float | None,
         window: int | None,
         soft_cap: float | None,
-    ) -> tuple[jax.Array, CausalView]:
+    ) -> tuple[jax.Array, Self]:
         """As ``View.attend``, over each text's own tokens."""
         sizes = dims(q_THD=q_THD, k_TKD=k_TKD, v_TKD=v_TKD)
         q = q_THD.reshape(-1, self.length, sizes.K, sizes.H // sizes.K, sizes.D)
@@ -152,7 +152,7 @@ class DenseView(flax.struct.PyTreeNode):
         scale: float | None,
         window: int | None,
         soft_cap: float | None,
-    ) -> tuple[jax.Array, DenseView]:
+    ) -> tuple[jax.Array, Self]:
         """As ``View.attend``, with every slot of a token's row scored and masked."""
         sizes = dims(q_THD=q_THD, k_TKD=k_TKD, v_TKD=v_TKD, row_T=self.row_T)
         kv = self.kv_LUBKSD

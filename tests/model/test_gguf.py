@@ -85,13 +85,13 @@ def test_q4k_is_read_as_it_is_defined(tmp_path: Path) -> None:
     found = definition.weights_of(weights.load(tmp_path / "model.gguf").decoder)
     ours = {
         "embedding": q4k_values(packed["token_embd"]),
-        "layers.0.attention.value.kernel": q4k_values(packed["blk.0.attn_v"]).T,
-        "layers.0.mlp.down.kernel": q4k_values(packed["blk.0.ffn_down"]).T,
+        "layers.0.attention.value.weight": q4k_values(packed["blk.0.attn_v"]),
+        "layers.0.mlp.down.weight": q4k_values(packed["blk.0.ffn_down"]),
     }
     # Neighbours 2i and 2i + 1 of a head turn together in the file, i and i + 64 here.
     query = q4k_values(packed["blk.0.attn_q"])
     order = [128 * head + 2 * i + half for head in (0, 1) for half in (0, 1) for i in range(64)]
-    ours["layers.0.attention.query.kernel"] = query[order].T
+    ours["layers.0.attention.query.weight"] = query[order]
     for name, expected in ours.items():
         assert np.abs(expected).max() > 1
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6)

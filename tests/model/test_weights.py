@@ -264,7 +264,7 @@ def gguf_of(path: Path, config: ModelConfig, decoder: nnx.Module, kind: str) -> 
         else:
             target = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}[stem]
             target += ".weight"
-        stored = np.ascontiguousarray(array.T if name.endswith("kernel") else array, np.float32)
+        stored = np.ascontiguousarray(array, np.float32)
         if "attn_q" in target or "attn_k" in target:
             # llama.cpp keeps the two halves of a head interleaved.
             halves = stored.reshape(-1, 2, config.head_width // 2, stored.shape[1])

@@ -72,7 +72,7 @@ def _token(
             out = _norm(config, out, part("mlp_post_norm.weight"))
         x = x + out
     x = _norm(config, x, weights["norm.weight"])
-    head = weights["embedding"].T if config.tied_embedding else weights["head.kernel"]
+    head = weights["embedding" if config.tied_embedding else "head.weight"].T
     found = x @ head
     if config.logit_soft_cap:
         found = config.logit_soft_cap * np.tanh(found / config.logit_soft_cap)
@@ -178,7 +178,7 @@ def _norm(config: ModelConfig, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _project(x: np.ndarray, part: Any, name: str) -> np.ndarray:
-    out = x @ part(f"{name}.kernel")
+    out = x @ part(f"{name}.weight").T
     bias = part(f"{name}.bias")
     return out if bias is None else out + bias
 

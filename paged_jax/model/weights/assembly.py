@@ -1,8 +1,8 @@
 """From named tensors of any file format to a decoder: every weight found, of its shape, none left.
 
-The formats store a projection as [outputs, inputs]; some store the rows of queries and keys for
-rotary pairs (2i, 2i + 1), which are put in this project's order (i, i + D/2) here. Weights are read
-one by one, so the host never holds the file twice.
+Some formats store the rows of queries and keys for rotary pairs (2i, 2i + 1), which are put in this
+project's order (i, i + D/2) here. Weights are read one by one, so the host never holds the file
+twice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def assemble(
 ) -> Decoder:
     """A decoder with the file's weights, in the config's type.
 
-    ``name_of`` gives the file's name of a weight of ours ("layers.0.attention.query.kernel");
+    ``name_of`` gives the file's name of a weight of ours ("layers.0.attention.query.weight");
     ``interleaved`` says that rotary pairs are neighbours in the file; tensors for which ``spare``
     holds may be left over. Raises ``ValueError`` naming a tensor that is missing, has a wrong
     shape, or is not part of such a decoder.
@@ -84,15 +84,13 @@ def _read(
 ) -> np.ndarray:
     """A tensor as our weight of that path."""
     array = tensors.read(name)
-    is_kernel = path[-1] == "kernel"
-    stored = shape[::-1] if is_kernel else shape
-    if array.shape != stored:
-        raise ValueError(f"{tensors.origin}: {name}: expected shape {stored}, got {array.shape}")
+    if array.shape != shape:
+        raise ValueError(f"{tensors.origin}: {name}: expected shape {shape}, got {array.shape}")
     if interleaved and ("query" in path or "key" in path):
         # [heads * width, ...] with neighbours paired -> halves paired.
         pairs = array.reshape(-1, config.head_width // 2, 2, *array.shape[1:])
         array = pairs.swapaxes(1, 2).reshape(array.shape)
-    return array.T if is_kernel else array
+    return array
 
 
 def count(model: Decoder) -> int:

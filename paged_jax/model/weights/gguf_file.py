@@ -124,4 +124,4 @@ def _name(path: str) -> str:
         return f"{_WHOLE[stem]}.weight"
     _layers, layer, rest = path.split(".", 2)
     part, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_PARTS[part]}.{kind.replace('kernel', 'weight')}"
+    return f"blk.{layer}.{_PARTS[part]}.{kind}"

@@ -70,12 +70,12 @@ def _name(path: str, sandwich: bool) -> str:
         return "model.embed_tokens.weight"
     if path == "norm.weight":
         return "model.norm.weight"
-    if path == "head.kernel":
+    if path == "head.weight":
         return "lm_head.weight"
     _layers, layer, rest = path.split(".", 2)
     part, _, kind = rest.rpartition(".")
     parts = _PARTS | _SANDWICH if sandwich else _PARTS
-    return f"model.layers.{layer}.{parts[part]}.{kind.replace('kernel', 'weight')}"
+    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def _open(folder: Path, stack: contextlib.ExitStack) -> assembly.Tensors:
