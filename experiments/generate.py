@@ -71,6 +71,7 @@ def define_model_flags() -> None:
     flags.DEFINE_enum("kv_dtype", "auto", KV_DTYPES, "type of the cache; auto: the model's")
     flags.DEFINE_enum("backend", None, BACKENDS, "of paged attention; default the platform's")
     flags.DEFINE_integer("rows", 32, "sequences that run at once", lower_bound=1)
+    flags.DEFINE_list("decode_rows", [], "fewer rows, for which decoding is compiled, too")
 
 
 def load_model() -> LLM:
@@ -89,6 +90,9 @@ def engine_config() -> EngineConfig:
         kv_dtype=FLAGS.kv_dtype,
         backend=FLAGS.backend,
         rows=FLAGS.rows,
+        decode_rows=command.numbers("decode_rows", FLAGS.decode_rows, int, low=1)
+        if FLAGS.decode_rows
+        else (),
     )
 
 

@@ -32,7 +32,7 @@ DECIDING = (
     *("rows", "trace", "clients_seed", "clients_start", "clients_stop", "clients_rate", "limit"),
     *("prompt_scale", "output_scale", "step_seconds", "scheduler", "step_tokens"),
     *("chunked_prefill", "prefix_caching", "swap_slots", "swap_sequences", "dispatch_steps"),
-    *("simulate", "device"),
+    *("decode_rows", "simulate", "device"),
 )
 LIVE_SECONDS = 1.0  # over which the progress bar's tokens a second are counted, at least
 

@@ -31,9 +31,10 @@ from paged_jax.serving.engine import Engine
 from paged_jax.workload.timed import Timed
 
 OURS = "continuous"
+DECODE_ROWS = (4, 8, 12, 16, 24)
 DECIDING = (
     *("model", "dtype", "kv_dtype", "backend", "block_size", "pool_slots", "max_length", "rows"),
-    *("requests", "shortest", "longest", "step_tokens", "dispatch_steps", "repeats"),
+    *("decode_rows", "requests", "shortest", "longest", "step_tokens", "dispatch_steps", "repeats"),
 )
 Tokens = list[list[int]]
 
@@ -43,9 +44,8 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this command."""
     generate.define_model_flags()
-    for name, value in (("dtype", "float32"), ("max_length", 512), ("pool_slots", 4096)):
+    for name, value in (("dtype", "float32"), ("max_length", 512), ("pool_slots", 8192)):
         FLAGS.set_default(name, value)
-    FLAGS.set_default("rows", 16)
     flags.DEFINE_string("peer_python", None, "an interpreter with torch and transformers")
     flags.DEFINE_integer("requests", 32, "that are to be served", lower_bound=1)
     flags.DEFINE_integer("shortest", 8, "tokens of a prompt and of an output", lower_bound=1)
@@ -63,6 +63,8 @@ def main(_: list[str]) -> None:
         raise ValueError(f"--cache: continuous batching is compared paged, got {FLAGS.cache}")
     if FLAGS.shortest > FLAGS.longest:
         raise ValueError(f"--shortest: expected at most {FLAGS.longest=}, got {FLAGS.shortest}")
+    if not FLAGS["decode_rows"].present:
+        FLAGS["decode_rows"].value = [few for few in DECODE_ROWS if few < FLAGS.rows]
     path, llm = generate.find_model(FLAGS.model), generate.load_model()
     config = dataclasses.replace(
         settings.fit_config(llm.config, llm.model),

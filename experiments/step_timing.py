@@ -2,9 +2,8 @@
 
 They are an engine's own, ``dispatch.decode``, and ``plan`` with ``compute``, and draw the likeliest
 token. Rows hold some tokens before, of zeros, which cost attention what any others do. All cells of
-a batch share one pool and one compiled program. Cells
-are timed in turn, so that a slow minute of the machine falls on all alike, each after its rows have
-been emptied and filled again.
+a batch share one pool and one compiled program. Cells are timed in turn, so that a slow minute of
+the machine falls on all alike, each after its rows have been emptied and filled again.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from paged_jax.config import MOST, EngineConfig, ModelConfig
 from paged_jax.decoding import sampling
 from paged_jax.measure.progress import Progress
+from paged_jax.model.split import Graph, split
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
 from paged_jax.serving import cost_model, dispatch, settings
@@ -57,7 +55,7 @@ def measure(
     blocks_a_row = -(-longest // config.block_size)
     shape = dataclasses.replace(config, max_length=longest)
     groups = settings.groups_of(model.config, shape).count
-    graphdef, weights = nnx.split(model.decoder)
+    graph, weights = split(model.decoder)
     batch_of = {}
     for rows in sorted({cell.rows for cell in cells}):
         pool_slots = groups * rows * blocks_a_row * config.block_size
@@ -70,7 +68,7 @@ def measure(
         for repeat in range(repeats + 1):  # the first compiles and warms up
             for cell, times in zip(cells, seconds, strict=True):
                 batch_of[cell.rows], elapsed = _time(
-                    graphdef, weights, batch_of[cell.rows], cell, decode_steps
+                    graph, weights, batch_of[cell.rows], cell, decode_steps
                 )
                 if repeat:
                     times.append(elapsed)
@@ -93,7 +91,7 @@ def count_cell(model: ModelConfig, cell: Cell, decode_steps: int) -> StepCounts:
 
 
 def _time(
-    graphdef: Any, weights: Any, batch: Batch, cell: Cell, decode_steps: int
+    graph: Graph, weights: list[jax.Array], batch: Batch, cell: Cell, decode_steps: int
 ) -> tuple[Batch, float]:
     """Seconds of one step of a cell, and the batch after it."""
     steps = 1 if cell.chunk else decode_steps
@@ -105,7 +103,7 @@ def _time(
     if cell.chunk:
         batch, planned = dispatch.plan(batch, limits)
         batch, _ = dispatch.compute(
-            graphdef,
+            graph,
             weights,
             batch,
             planned.step,
@@ -115,12 +113,14 @@ def _time(
         )
     else:
         batch, _ = dispatch.decode(
-            graphdef,
+            graph,
             weights,
             batch,
             limits,
             np.int32(steps),
+            np.bool_(False),
             most_steps=steps,
+            most_rows=cell.rows,
             uses=sampling.Uses(),
         )
     jax.block_until_ready(batch)

@@ -196,6 +196,7 @@ class EngineConfig:
     swap_slots: int | None = None  # of host memory, for the preempted; None: they recompute
     swap_sequences: int = 1  # requests with fewer recompute all the same
     dispatch_steps: int = 32  # decode steps between two looks by the host, most
+    decode_rows: tuple[int, ...] = ()  # fewer rows, for which decoding is compiled, too
     kv_dtype: str = "auto"  # "auto": the model's
     backend: str | None = None  # of paged attention; None: the platform's
     interpret: bool = False
@@ -217,6 +218,11 @@ class EngineConfig:
             slots = getattr(self, name)
             if slots is not None and slots < self.block_size:
                 raise ValueError(f"{name}: {slots} is less than one block of {self.block_size}")
+        if not all(isinstance(few, int) and 1 <= few < self.rows for few in self.decode_rows):
+            raise ValueError(
+                f"decode_rows: expected whole numbers from 1 and below rows, {self.rows}, got"
+                f" {self.decode_rows}"
+            )
 
     def _check_dense(self) -> None:
         if self.kv_dtype not in ("auto", "f32", "bf16"):
@@ -230,6 +236,11 @@ class EngineConfig:
     def blocks(self) -> int:
         """Whole blocks of the pool."""
         return self.pool_slots // self.block_size
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Row counts for which decoding is compiled, ascending."""
+        return *sorted(set(self.decode_rows)), self.rows
 
     @property
     def swap_blocks(self) -> int:

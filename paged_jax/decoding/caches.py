@@ -60,23 +60,36 @@ class Cache(flax.struct.PyTreeNode):
         return (copies.target_C < self.table.pool.none).sum(dtype=jnp.int32)
 
     def view(
-        self, live_B: jax.Array, start_P: jax.Array | None, queries: int
+        self, live_B: jax.Array, start_P: jax.Array, queries: int
     ) -> tuple[PagedView | DenseView, jax.Array]:
         """A step's view, and the position of each of its tokens, [T].
 
-        The last tokens of the rows are the step's queries, cut at ``start_P``; without it every
-        row has one, which counts where ``live_B`` holds.
+        The last tokens of the live rows are the step's queries, cut at ``start_P``.
         """
         length_B = jnp.where(live_B, self.rows.length_B, 0)
+        return self._view(length_B, self.rows.tables, start_P, queries)
+
+    def decode_view(self, row_T: jax.Array) -> tuple[PagedView | DenseView, jax.Array]:
+        """As ``view``, of the last token of each row of ``row_T``; past the last row: of none."""
+        length_T = self.rows.length_B.at[row_T].get(mode="fill", fill_value=0)
+        tables = tuple(table_BM.at[row_T].get(mode="clip") for table_BM in self.rows.tables)
+        return self._view(length_T, tables, None, len(row_T))
+
+    def _view(
+        self,
+        length_B: jax.Array,
+        tables: tuple[jax.Array, ...],
+        start_P: jax.Array | None,
+        queries: int,
+    ) -> tuple[PagedView | DenseView, jax.Array]:
         row_T, position_T = _places(length_B, start_P, queries)
         if isinstance(self.kv, kv_cache.DenseKV):
-            block_T = self.table.table_BM[jnp.minimum(row_T, len(length_B) - 1), 0]
+            block_T = tables[0][jnp.minimum(row_T, len(length_B) - 1), 0]
             block_T = jnp.where(position_T >= 0, block_T, self.table.pool.none)
             return DenseView(self.kv.kv_LUBKSD, block_T, position_T), position_T
         slots_of = functools.partial(
             block_io.query_slots, queries=queries, block_size=self.rows.block_size
         )
-        tables = self.rows.tables
         view = PagedView(
             cache=self.kv,
             tables=tables,

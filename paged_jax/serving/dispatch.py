@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from paged_jax.decoding import beams as searching
@@ -29,6 +28,7 @@ from paged_jax.decoding.sampling import Samplers, Uses
 from paged_jax.memory import loops
 from paged_jax.memory.block_table import Copies
 from paged_jax.memory.kv_cache import KVCache
+from paged_jax.model.split import Graph
 from paged_jax.scheduling import batching, policy
 from paged_jax.scheduling import book as books
 from paged_jax.scheduling.batching import Step
@@ -166,10 +166,10 @@ def put(batch: Batch, block_C: jax.Array, values: Any) -> Batch:
     return batch.replace(cache=batch.cache.replace(kv=kv.put(block_C, values)))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "uses"), donate_argnames="batch")
+@functools.partial(jax.jit, static_argnames=("graph", "uses"), donate_argnames="batch")
 def compute(
-    graphdef: Any,
-    weights: Any,
+    graph: Graph,
+    weights: list[jax.Array],
     batch: Batch,
     step: Step,
     copies: Copies,
@@ -184,7 +184,7 @@ def compute(
     queries = token_T.shape[0]
     batch = batch.replace(cache=batch.cache.copy(copies))
     view, position_T = batch.cache.view(step.tokens_B > 0, start_P, queries)
-    model = nnx.merge(graphdef, weights)
+    model = graph.decoder(weights)
     hidden_TE, view = model(token_T, position_T, view)
     batch = batch.replace(cache=batch.cache.keep(view))
     draws_B, source_B = batching.draws(batch.book, batch.cache.rows, step)
@@ -193,39 +193,51 @@ def compute(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "uses", "most_steps"), donate_argnames="batch"
+    jax.jit,
+    static_argnames=("graph", "uses", "most_steps", "most_rows"),
+    donate_argnames="batch",
 )
 def decode(
-    graphdef: Any,
-    weights: Any,
+    graph: Graph,
+    weights: list[jax.Array],
     batch: Batch,
     limits: policy.Limits,
     steps: jax.Array,
+    rehearses: jax.Array,
     *,
     most_steps: int,
+    most_rows: int,
     uses: Uses,
 ) -> tuple[Batch, Drawn]:
-    """Up to ``steps`` decode steps: as many as pass before somebody comes or goes, none perhaps."""
+    """Up to ``steps`` decode steps: as many as pass before somebody comes or goes, none perhaps.
+
+    The model computes ``most_rows`` of the batch's rows; nothing is done while more of them run.
+    Where it ``rehearses``, steps pass with nobody there: what the first one sets up is there then.
+    """
     rows, table = batch.token_B.shape[0], batch.cache.table
-    model_of = functools.partial(nnx.merge, graphdef)
 
     def goes_on(carry: tuple[Batch, Drawn]) -> jax.Array:
         batch, drawn = carry
         calm = batching.only_decodes(batch.book, batch.cache.rows, limits)
-        return (drawn.steps < steps) & calm
+        few = books.seated(batch.book).sum() <= most_rows
+        return (drawn.steps < steps) & (calm | rehearses) & few
 
     def one_step(carry: tuple[Batch, Drawn]) -> tuple[Batch, Drawn]:
         batch, drawn = carry
         batch, copies, step = _advance(batch, limits, decodes=True)
         moment = moment_of(batch.cache, copies, step)
         batch = batch.replace(cache=batch.cache.copy(copies))
-        view, position_B = batch.cache.view(step.tokens_B > 0, None, rows)
-        model = model_of(weights)
-        hidden_BE, view = model(batch.token_B, position_B, view)
+        draws_B = step.tokens_B > 0
+        row_W = _rows_of(draws_B, most_rows)
+        view, position_W = batch.cache.decode_view(row_W)
+        model = graph.decoder(weights)
+        token_W = batch.token_B.at[row_W].get(mode="clip")
+        hidden_WE, view = model(token_W, position_W, view)
         batch = batch.replace(cache=batch.cache.keep(view))
-        batch, draw = _draw(
-            batch, step, model.logits(hidden_BE), step.tokens_B > 0, uses, decodes=True
-        )
+        logits_BV = model.logits(hidden_WE)
+        if most_rows < rows:
+            logits_BV = logits_BV[jnp.cumsum(draws_B) - 1]
+        batch, draw = _draw(batch, step, logits_BV, draws_B, uses, decodes=True)
 
         def put(many: jax.Array, one: jax.Array) -> jax.Array:
             return many.at[drawn.steps].set(one)
@@ -255,6 +267,14 @@ def decode(
         steps=jnp.int32(0),
     )
     return lax.while_loop(goes_on, one_step, (batch, nothing))
+
+
+def _rows_of(draws_B: jax.Array, most: int) -> jax.Array:
+    """The rows that draw, [``most``], in their order; all in their places where there is room."""
+    rows = len(draws_B)
+    if most == rows:
+        return jnp.where(draws_B, jnp.arange(rows, dtype=jnp.int32), rows)
+    return jnp.nonzero(draws_B, size=most, fill_value=rows)[0].astype(jnp.int32)
 
 
 def pack(tokens_of: dict[int, list[int]], rows: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,23 +14,22 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from paged_jax.config import EngineConfig
 from paged_jax.decoding import sampling
 from paged_jax.decoding.beams import Beams, BeamSearchParams
 from paged_jax.decoding.caches import Cache
-from paged_jax.memory import prefix_hits
+from paged_jax.model.split import split
 from paged_jax.model.weights import Loaded
 from paged_jax.scheduling import policy
-from paged_jax.scheduling.batching import Step
 from paged_jax.serving import beam_search, dispatch, entries, settings
+from paged_jax.serving.admission_hits import AdmissionHits
 from paged_jax.serving.batch import Moment
 from paged_jax.serving.device_reads import DeviceReads
 from paged_jax.serving.host_memory import HostMemory
@@ -51,7 +50,7 @@ class Engine:
         self._end_ids = model.end_ids
         self._vocabulary = model.config.vocabulary
         self._windows = settings.groups_of(model.config, self.config).windows
-        self._model = nnx.split(model.decoder)  # its graph and its weights
+        self._model = split(model.decoder)  # its graph and its weights
         self._limits = policy.limits(
             rows=self.config.rows,
             tokens=self.config.step_tokens,
@@ -77,8 +76,7 @@ class Engine:
         blocks = self.config.swap_blocks
         self._host = HostMemory(self._batch, blocks, self.reads) if blocks else None
         self.preemptions = self.swaps = 0  # of those preempted, swapped
-        nothing = prefix_hits.host_zero()
-        self.hits = {"new": nothing, "resumed": nothing}  # at admissions
+        self.hits = AdmissionHits(self.config.block_size)
         kv, size = self._batch.cache.kv, self._batch.cache.rows.block_size
         self.memory = MemoryLog(blocks=kv.blocks, block_size=size, slot_bytes=kv.slot_bytes)
 
@@ -130,7 +128,8 @@ class Engine:
             raise ValueError("warm: requests are being served, call it before")
         self._use(params)
         self._enter([])
-        self._decode(1)
+        for rows in self.config.decode_sizes:
+            self._batch, _ = self._call(dispatch.decode, 1, rows, rehearses=True)
         self._batch, planned = dispatch.plan(self._batch, self._limits)
         self._equip({})
         for size in dispatch.sizes(self._most_tokens):
@@ -168,9 +167,7 @@ class Engine:
     def trace_decode(self, params: Params) -> jax.stages.Traced:
         """The program of a decode dispatch for requests of such params, to look into."""
         self._use([params])
-        return dispatch.decode.trace(
-            *self._decode_arguments(1), most_steps=self.config.dispatch_steps, uses=self._uses
-        )
+        return self._call(dispatch.decode.trace, 1, self.config.rows)
 
     def stop(self, request: Request, sequence: Sequence, tokens: int) -> None:
         """Ends a sequence after its first ``tokens`` tokens: a stop string was met.
@@ -245,11 +242,9 @@ class Engine:
 
     def _decode(self, steps: int) -> list[Request]:
         """Many steps in which every row decodes; none where the next one has to be planned."""
-        self._batch, drawn = dispatch.decode(
-            *self._decode_arguments(steps),
-            most_steps=self.config.dispatch_steps,
-            uses=self._uses,
-        )
+        run = sum(held is not None for held in self._row)
+        rows = next(rows for rows in self.config.decode_sizes if rows >= run)
+        self._batch, drawn = self._call(dispatch.decode, steps, rows)
         drawn, beams = self.reads((drawn, self._batch.beams))
         self._calm = drawn.steps == steps
         moved: list[Request] = []
@@ -260,8 +255,20 @@ class Engine:
             moved += self._collect(draw, beams)
         return self._conclude(moved, beams)
 
-    def _decode_arguments(self, steps: int) -> tuple[Any, ...]:
-        return *self._model, self._batch, self._limits, np.int32(steps)
+    def _call(
+        self, decode: Callable[..., Any], steps: int, rows: int, *, rehearses: bool = False
+    ) -> Any:
+        """``dispatch.decode`` or its trace, for so many rows at most."""
+        return decode(
+            *self._model,
+            self._batch,
+            self._limits,
+            np.int32(steps),
+            np.bool_(rehearses),
+            most_steps=self.config.dispatch_steps,
+            most_rows=rows,
+            uses=self._uses,
+        )
 
     def _compute(self) -> list[Request]:
         """One step with any mix of rows."""
@@ -274,7 +281,7 @@ class Engine:
             self._batch = self._host.move(self._batch, found.step, self._slots)
             self.swaps += int((found.step.swapped_R & found.step.preempted_R).sum())
         if self.config.prefix_caching:
-            self._count_hits(found.step)
+            self.hits.count(found.step, self._slots)
         self._seat(found)
         self._record(found.moment, found.host)
         tokens_of = {
@@ -289,17 +296,6 @@ class Engine:
         )
         draw, beams = self.reads((draw, self._batch.beams))
         return self._conclude(self._collect(draw, beams), beams)
-
-    def _count_hits(self, step: Step) -> None:
-        """Counts what requests found in the prefix cache, apart for those that come back."""
-        size = self.config.block_size
-        for slot in np.flatnonzero(step.admitted_R & ~step.swapped_R):
-            request = self._slots[slot]
-            assert request is not None, "it was admitted from this slot"
-            kind = "resumed" if request.looked_up else "new"
-            request.looked_up = True
-            tokens, found = np.int32(len(request.known(0))), np.int32(step.found_R[slot] // size)
-            self.hits[kind] = prefix_hits.add(self.hits[kind], tokens, found, size)
 
     @property
     def _most_tokens(self) -> int:

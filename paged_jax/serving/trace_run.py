@@ -94,7 +94,8 @@ def static_config(config: EngineConfig) -> EngineConfig:
             f"pool_slots: static batching reserves {config.max_length} slots a row, the pool has"
             f" {config.pool_slots}"
         )
-    return dataclasses.replace(config, cache="dense", rows=rows)
+    fewer = tuple(few for few in config.decode_rows if few < rows)
+    return dataclasses.replace(config, cache="dense", rows=rows, decode_rows=fewer)
 
 
 def params(output: int) -> SamplingParams:
@@ -238,7 +239,7 @@ class _Run(_Ledgers):
             ),
             preemptions=self.engine.preemptions,
             swaps=self.engine.swaps,
-            hits=prefix_hits.rates(self.engine.hits["new"]),
+            hits=prefix_hits.rates(self.engine.hits.new),
         )
 
     def _now(self) -> float:

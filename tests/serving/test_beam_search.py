@@ -204,7 +204,7 @@ def test_a_prefix_cache_finds_prompts_of_searches(samples: int) -> None:
         engine.advance()
     while engine.busy:
         engine.advance()
-    assert int(engine.hits["new"].tokens_hit) > 0
+    assert int(engine.hits.new.tokens_hit) > 0
     for request in requests:
         check_search(request)
 

@@ -161,8 +161,12 @@ def test_more_reads_are_found(
 ) -> None:
     engine = engines.create()
     if fault == "a read a step":
-        arguments = Engine._decode_arguments
-        monkeypatch.setattr(Engine, "_decode_arguments", lambda self, _: arguments(self, 1))
+        call = Engine._call
+
+        def one_step(self: Engine, decode: Any, _: int, rows: int) -> Any:
+            return call(self, decode, 1, rows)
+
+        monkeypatch.setattr(Engine, "_call", one_step)
     else:
         collect = Engine._collect
 

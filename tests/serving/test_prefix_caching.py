@@ -66,7 +66,7 @@ def test_tokens_are_those_without_a_cache(model, prompts, samples: int) -> None:
     assert serve(engine, prompts, samples) == expected
     assert plain.preemptions > 0
     assert engine.preemptions > 0
-    resumed = prefix_hits.rates(engine.hits["resumed"])
+    resumed = prefix_hits.rates(engine.hits.resumed)
     assert resumed is not None
     assert resumed.tokens > 0
     rows = engine.cache.rows
@@ -99,12 +99,12 @@ def test_hits_one_at_a_time(model, prompts) -> None:
         )
         ((output,),) = _serve_one(engine, prompt, salt)
         stored.append((salt, (prompt + output)[:-1]))
-    rates = prefix_hits.rates(engine.hits["new"])
+    rates = prefix_hits.rates(engine.hits.new)
     assert rates is not None
     assert found > 0
     assert rates.tokens == pytest.approx(found / tokens)
     assert rates.blocks == pytest.approx(found / SIZE / blocks)
-    assert prefix_hits.rates(engine.hits["resumed"]) is None
+    assert prefix_hits.rates(engine.hits.resumed) is None
 
 
 def _serve_one(engine: Engine, prompt: list[int], salt: int) -> list[list[list[int]]]:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from paged_jax.config import EngineConfig
-from paged_jax.memory import prefix_hits
 from paged_jax.memory.ledger import CATEGORIES
 from paged_jax.serving import requests as live
 from paged_jax.serving import trace_run
+from paged_jax.serving.admission_hits import AdmissionHits
 from paged_jax.serving.served import Pulse, Served
 from paged_jax.workload.timed import Timed
 
@@ -51,7 +51,7 @@ class ListEngine:
         self.submitted: list[tuple[int, float]] = []  # first token of the prompt, and when
         self.config = EngineConfig(pool_slots=64, block_size=16, rows=ROWS)
         self.preemptions = self.swaps = 0
-        self.hits = {"new": prefix_hits.zero()}
+        self.hits = AdmissionHits(self.config.block_size)
         self.memory = ListLog()
         self.logs = (self.memory,)
         self._queue: list[live.Request] = []
