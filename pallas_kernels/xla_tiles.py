@@ -109,13 +109,17 @@ class TiledCall:
             pool = lax.bitcast_convert_type(pool, jnp.uint8)
         block_of = jnp.clip(block, 0, problem.blocks - 1)
         rows = pool.at[pool_rows(block_of, side, problem)].get(mode="promise_in_bounds")
-        nth = key * len(block) + jnp.arange(len(block), dtype=jnp.int32)[:, None]
+        place = (key * len(block) + jnp.arange(len(block), dtype=jnp.int32)) * problem.block_size
         number = jnp.arange(rows.shape[-1], dtype=jnp.int32)
-        seen = number < (tiles.end_I[tile] - nth * problem.block_size) * problem.width
+        seen = number < self._numbers(tiles.end_I[tile] - place)
         if problem.window is not None:
-            seen &= number >= (tiles.begin_I[tile] - nth * problem.block_size) * problem.width
+            seen &= number >= self._numbers(tiles.begin_I[tile] - place)
         # A reshape inside the gather's loop would make it copy single numbers.
         return lax.optimization_barrier(jnp.where(seen, rows, jnp.zeros((), rows.dtype)))
+
+    def _numbers(self, slots: jax.Array) -> jax.Array:
+        """Of so many slots of blocks, [blocks, 1]; of none or all where it is fewer or more."""
+        return jnp.clip(slots, 0, self.problem.block_size)[:, None] * self.problem.width
 
     def score(
         self, q: jax.Array, k: jax.Array, slope_H: jax.Array | None, places: Places

@@ -130,11 +130,15 @@ def check(request: Request) -> None:
         assert engines.tokens_of(request) == alone(tuple(request.prompt_ids), request.params)
 
 
-@pytest.mark.parametrize("swap_slots", [None, pytest.param(60, marks=pytest.mark.slow)])
-def test_searches_and_samples_mix_and_are_preempted(swap_slots: int | None) -> None:
+@pytest.mark.parametrize(
+    ("swap_slots", "load"), [(None, (14, 36)), pytest.param(60, (5, 54), marks=pytest.mark.slow)]
+)
+def test_searches_and_samples_mix_and_are_preempted(
+    swap_slots: int | None, load: tuple[int, int]
+) -> None:
     engine = engines.create(searches=True, model=MODEL, swap_slots=swap_slots)
     moments = Moments(engine.memory)
-    requests = [engine.add(*one) for one in mixed(5, 36)]
+    requests = [engine.add(*one) for one in mixed(*load)]
     resumed: set[Request] = set()
     together = False
     while engine.busy:
