@@ -10,6 +10,8 @@ import hypothesis
 import jax
 import pytest
 
+import paged_jax  # noqa: F401  its flag for XLA counts if it is there before JAX first computes
+
 # The first example of a property compiles, and a suite that CI repeats must find the same.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")

@@ -210,7 +210,7 @@ def test_a_broken_checkpoint_is_one_line(whole: Path, tmp_path: Path) -> None:
     (folder / "model.json").write_text(json.dumps({**fields, "layers": 2}))
     one_line(serve("--prompt=x"), folder, "layers.1.", "is missing")
     (folder / "model.json").write_text(json.dumps({**fields, "mlp_width": 32}))
-    one_line(serve("--prompt=x"), folder, "layers.0.mlp.", "expected shape (32, 16)", "(64, 16)")
+    one_line(serve("--prompt=x"), folder, "layers.0.mlp.", "expected shape (16, 32)", "(16, 64)")
     (folder / "model.json").write_text(json.dumps(fields))
     for path in (folder / "6" / "weights").rglob("*"):
         if path.is_file() and path.stat().st_size > 500:
